@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedloom.cli.console import plain_console
-from fedloom.core.errors import DataError
+from fedloom.cli.options import file_and_overrides, refuse_twice
+from fedloom.core.errors import ConfigError, DataError
 from fedloom.data.files import read_npz
 from fedloom.data.sources import Csv, Parquet, from_arrays
 from fedloom.data.table import ColumnChoice, read_csv, read_parquet
@@ -413,3 +414,46 @@ def test_files_of_a_run_that_hold_something_else(
     done = quick("resume", "run", "--rounds", "2", cwd=tmp_path)
     assert done.code == code, done.err
     assert code == 0 or done.err.startswith("error: ")
+
+
+ADVISED = {
+    ("compare", "fedavg", "seed=3"): "seed: is set by compare.seeds (write --seed 3)",
+    ("compare", "fedavg", "seed=[1,2]"): "seed: is set by compare.seeds (write --seed 1 --seed 2)",
+    ("compare", "fedavg", "--seeds", "1,2"): "--seeds: is one number (got '1,2') (name each: --seed 1 --seed 2)",
+    ("compare", "fedavg", "--seed", "1,2"): "--seed: is one number (got '1,2') (name each: --seed 1 --seed 2)",
+    ("tune", "fedprox", "algorithm=ditto", "local.lr=0.1,1"): "algorithm: is given twice (name it once)",
+    ("tune", "fedprx", "local.lr=0.1,1"): "fedprx: no such experiment file (did you mean algorithm=fedprox?)",
+    ("describe", "model", "mlp"): "mlp: a second name (name one: fedloom describe mlp)",
+    ("describe", "mlp", "nodes=3"): "nodes=3: is only for networks (as in fedloom describe topology ring nodes=16",
+    ("list", "algorithm"): "algorithm: there is no such list (did you mean 'algorithms'?)",
+    ("resume", "nowhere"): "nowhere: there is no such folder (see fedloom show runs/)",
+    ("resume", "."): ".: is not a run folder",
+}
+
+
+@pytest.mark.parametrize("words", ADVISED, ids=" ".join)
+def test_a_command_that_was_mistyped_is_answered_with_the_right_one(
+    words: tuple[str, ...], quick: Quick, tmp_path: Path
+) -> None:
+    done = quick(*words, cwd=tmp_path)
+    assert done.code == 2 or words[-1] == "."
+    assert ADVISED[words] in done.err
+    assert files(tmp_path) == set()
+
+
+def test_a_setting_that_is_given_twice_is_refused() -> None:
+    """One of its values would be dropped without a word."""
+    for read in (file_and_overrides, refuse_twice):
+        with pytest.raises(ConfigError, match=r"  rounds: is given twice \(name it once\)$"):
+            read(["rounds=2", "local.lr=1", "rounds=3"])
+    assert file_and_overrides(["rounds=2", "local.lr=1"]) == (None, ["rounds=2", "local.lr=1"])
+
+
+def test_a_search_takes_the_bare_name_of_an_algorithm(quick: Quick, tmp_path: Path) -> None:
+    done = quick("tune", "fedprox", "algorithm.mu=0.1,1", "rounds=1", "--trials", "1", cwd=tmp_path)
+    assert "evaluate.validation" in done.err  # the algorithm was understood, and so was what is searched
+
+
+def test_doctor_does_not_say_that_data_is_right(quick: Quick, tmp_path: Path) -> None:
+    said = next(line for line in quick("doctor", cwd=tmp_path).out.splitlines() if " data: " in line)
+    assert "found, but not verified: " in said or said.endswith("nothing yet")

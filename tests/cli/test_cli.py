@@ -379,7 +379,7 @@ def test_an_unknown_option_and_an_unknown_command(quick: Quick, tmp_path: Path) 
         (("run", "--jsn"), "No such option"),
         (("rnu",), "No such command 'rnu'"),
         (("describe",), "Missing argument 'NAME'"),
-        (("list", "nonsense"), "'nonsense' is not one of"),
+        (("list", "nonsense"), "nonsense: there is no such list"),
     ):
         done = quick(*words, cwd=tmp_path)
         assert (done.code, "Traceback" in done.err) == (2, False)

@@ -55,6 +55,8 @@ def test_every_metric_of_a_run_was_foreseen(kind: str) -> None:
     [
         ("global/test/acuracy", {}, "no method records 'global/test/acuracy' (did you mean 'global/test/accuracy'?)"),
         ("global/test/f1", {}, "did you mean 'global/test/f1_macro'?"),
+        ("acuracy", {}, "(did you mean 'global/test/accuracy' or 'personal/pre_fit/test/accuracy'?)"),
+        ("accuracy", {}, "(did you mean 'global/test/accuracy' or 'personal/pre_fit/test/accuracy'?)"),
         ("consensus/test/accuracy", {}, "no method records"),
         ("personal/post_fit/test/accuracy", {}, "did you mean 'personal/pre_fit/test/accuracy'"),
         ("personal/*/test/acuracy", {}, "no method records"),

@@ -26,6 +26,15 @@ def test_the_end_of_a_curve_is_labelled_as_in_the_table() -> None:
     assert [text.get_text() for text in axes.texts] == ["60.0"]
 
 
+def test_a_number_is_where_its_line_ends() -> None:
+    """The mean is lower than a line that rises: at its own height it would be far from it, beside ticks."""
+    axes = Figure().subplots()
+    curves.complete([curves.panel(question(("a",), 1), (), [result("a", 0, [0.1, 0.5, 0.7])], axes)])
+    low, high = axes.get_ylim()
+    (text,) = axes.texts
+    assert low + text.xy[1] * (high - low) == pytest.approx(70.0)  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 def test_many_panels_and_many_methods_can_be_drawn(tmp_path: Path) -> None:
     methods = tuple(f"m{i}" for i in range(12))
@@ -49,6 +58,7 @@ def test_a_caption_counts_the_seeds_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("counts", "says"),
     [
+        ((1, 1), "; at the right, the only evaluation"),
         ((8, 8), "; at the right, the mean of all 8 evaluations"),
         ((10, 10), "; at the right, the mean of all 10 evaluations"),
         ((14, 14), "; at the right, the mean of the last ten of 14 evaluations"),

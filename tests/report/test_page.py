@@ -103,7 +103,7 @@ def test_verdicts_and_ranks_come_first(compared: Path) -> None:
     for row in summary["table"]:
         assert f"{100 * row['mean_last_10']:.2f} ± {100 * row['mean_last_10_std']:.2f} %" in found
     data = json.loads(Parsed(page(look_at([compared]))).json)
-    line = next(x for x in data["lines"] if x["name"] == "fedprox" and x["place"] == "1.0")
+    line = next(x for x in data["lines"] if x["name"] == "fedprox" and x["place"] == "partition.alpha = 1.0")
     assert (len(line["y"]), len(line["sd"]), line["runs"]) == (4, 4, 2)
     ends = [
         json.loads((compared / row["folder"] / "metrics.jsonl").read_text().splitlines()[-1]) for row in cells(compared)
@@ -132,9 +132,8 @@ def test_the_worst_client_is_the_first(hostile_run: Path) -> None:
 
 def test_every_phrase_is_said_in_chinese(compared: Path) -> None:
     say = language.speaker("zh")
-    used = {
-        p for name in ("page.html", "content.py") for p in re.findall(r'say\("([^"]+)"\)', (HOME / name).read_text())
-    }
+    sources = [(HOME / name).read_text() for name in ("page.html", "content.py", "apart.py")]
+    used = {phrase for source in sources for phrase in re.findall(r'say\("([^"]+)"\)', source)}
     assert len(used) > 50
     assert [phrase for phrase in used if say(phrase) == phrase] == []
     text = page(look_at([compared]), "zh")
@@ -311,11 +310,11 @@ def test_a_run_names_its_method_and_its_file() -> None:
     assert content_of(seen_run(**{"data.source": "digits"}), "en").facts[1] == "data: digits"
 
 
-@pytest.mark.parametrize(("rounds", "said"), [(3, "mean of all 3"), (10, "mean of last 10")])
+@pytest.mark.parametrize(("rounds", "said"), [(1, "mean of one"), (3, "mean of all 3"), (10, "mean of last 10")])
 def test_a_mean_of_few_evaluations_is_called_so(rounds: int, said: str) -> None:
     found = content_of(seen_run(rounds=rounds), "en")
     assert found.results[0].columns[-1].label == said
-    assert said in found.cards[1].hint
+    assert f"{said}: " in found.cards[1].hint
 
 
 @pytest.mark.parametrize(
@@ -412,3 +411,44 @@ def test_an_overview_names_the_best_of_the_chosen_settings() -> None:
         listed = content_of(FolderView("runs", (), (view, view)), "en").results[-1]
         assert [line.cells[-1].text for line in listed.lines] == [best, best]
         assert content_of(view, "en").cards[0].value == best
+
+
+@pytest.mark.parametrize(
+    ("reached", "shown"), [(0, ("–", "0/3 seeds")), (1, ("–", "1/3 seeds")), (3, ("6.0 ± 1.0", ""))]
+)
+def test_rounds_to_a_target_that_some_seeds_never_reach_are_no_mean(reached: int, shown: tuple[str, str]) -> None:
+    """The mean of those that reached it would make the worst method look fast; a lost seed did not reach it either."""
+    took = {"rounds_to_target": 6.0, "rounds_to_target_std": 1.0} if reached else {}
+    row = {"algorithm": "a", "metric": "m", "seeds": 2, "failed": 1, "reached_target": reached, **took}
+    view = ComparisonView("c", "c", (), (seen_run()._replace(method="a"),), 1, {"table": [row]})
+    (table,) = content_of(view, "en").results
+    at = [column.label for column in table.columns].index("rounds to target")
+    cell = table.lines[0].cells[at]
+    assert (cell.text, cell.tag) == shown
+    assert (cell.value is None) == (reached < 3)
+
+
+def test_what_differs_in_a_comparison_is_what_its_titles_do_not_say() -> None:
+    def cell(method: str, kind: str, alpha: str, seed: int, **own: str) -> RunView:
+        known = {"algorithm.kind": kind, "partition.alpha": float(alpha), "seed": seed, **own}
+        return seen_run(**known)._replace(method=method, place=(alpha,))
+
+    mus = {"a": ("fedavg", {}), "b (mu=2)": ("b", {"algorithm.mu": "2"}), "c": ("b", {"algorithm.mu": "3"})}
+    cells = tuple(
+        cell(method, kind, alpha, seed, **own)
+        for method, (kind, own) in mus.items()
+        for alpha in ("0.1", "1.0")
+        for seed in (0, 1)
+    )
+    view = ComparisonView("c", "c", ("partition.alpha",), cells, 12, {})
+    found = content_of(view, "en")
+    assert found.settings_differ is not None
+    assert [[cell.text for cell in line.cells] for line in found.settings_differ.lines] == [
+        ["algorithm.kind", "fedavg", "a"],
+        ["algorithm.kind", "b", "b (mu=2), c"],
+        ["algorithm.mu", "3", "c"],
+    ]
+    assert {line["place"] for line in found.lines} == {"partition.alpha = 0.1", "partition.alpha = 1.0"}
+    assert found.splits[0].label == "partition.alpha = 0.1, seed 0"
+    plain = view._replace(cells=tuple(each for each in cells if each.method == "b (mu=2)"))
+    assert content_of(plain, "en").settings_differ is None

@@ -68,7 +68,7 @@ def test_switches_work_without_a_network(browser: Any, comparison_page: Path) ->
     page.get_by_label("Smoothing").fill("0")
     page.get_by_label("Metric").select_option("global/test/loss")
     assert seen.lines()[0]["data"] != before
-    page.get_by_label("Grid").select_option("1.0")
+    page.get_by_label("Grid").select_option("partition.alpha = 1.0")
     page.get_by_label("Against").select_option("bytes")
     assert seen.lines()[0]["data"][-1][0] != 3
     page.get_by_role("button", name="Show all").click()

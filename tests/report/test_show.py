@@ -128,7 +128,7 @@ def test_a_comparison_that_was_killed_has_no_time_left(compared: Path, tmp_path:
 
 def test_clients_that_were_not_measured_are_neither_worst_nor_best(tmp_path: Path) -> None:
     fedloom.run("fedavg", out=tmp_path / "run", rounds=1, model="logistic")
-    assert "clients of 20: the worst and the best (run)" in Quick()("show", "run", cwd=tmp_path).out
+    assert "the 5 worst and the 5 best of 20 clients (run)" in Quick()("show", "run", cwd=tmp_path).out
     for name in ("summary.json", "clients.csv"):
         (tmp_path / "run" / name).unlink()
-    assert "clients of 20: the first and the last (run)" in Quick()("show", "run", cwd=tmp_path).out
+    assert "the first 5 and the last 5 of 20 clients (run)" in Quick()("show", "run", cwd=tmp_path).out

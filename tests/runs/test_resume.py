@@ -356,7 +356,7 @@ def test_metrics_that_were_cut_off_are_refused(quick: Quick, run: Path) -> None:
 
 def test_what_is_not_there_is_said_so(quick: Quick, run: Path) -> None:
     for words, message in (
-        (("resume", "nowhere"), "nowhere: is not a run folder"),
+        (("resume", "nowhere"), "nowhere: there is no such folder"),
         (("resume", "r", "--from", "2"), r"no checkpoint of round 2 \(there are: \[4, 5\]\)"),
     ):
         done = quick(*words, cwd=run.parent)

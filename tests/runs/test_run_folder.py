@@ -471,5 +471,8 @@ def test_rounds_in_which_nobody_trained_are_reported(quick: Quick, tmp_path: Pat
     words = (*SMALL, "cohort.size=1", "system.dropout=0.999", "rounds=3", "--out", "r")
     done = quick("run", *words, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "warning: no client trained in 3 of 3 rounds" in done.out
+    assert "warning: no client trained in 3 of 3 rounds (all were late or dropped out)" in done.out
+    (tmp_path / "own.py").write_text("def nobody(rng, clients, size):\n    return []\n")
+    words = (*SMALL, "cohort.sampling=own.py:nobody", "rounds=2", "--out", "n")
+    assert "no client trained in 2 of 2 rounds (none was chosen)" in quick("run", *words, cwd=tmp_path).out
     assert "no client trained" not in quick("run", *SMALL, "rounds=1", "--out", "s", cwd=tmp_path).out

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import click
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_user_code
+from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_twice, refuse_user_code
 from fedloom.cli.show import show
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault, NothingToRunError
@@ -24,9 +25,33 @@ Words = Annotated[
         help="A comparison file, or algorithms, and settings that override it; or folders of runs.",
     ),
 ]
-Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds: 0, 1, ... (default: the file's seeds, or 3).")]
+
+
+def _each_seed(seeds: list[str]) -> str:
+    """How these seeds are written on the command line."""
+    return " ".join(f"--seed {seed.strip()}" for seed in seeds)
+
+
+class _Seeds(click.IntRange):
+    """A number that may not be a list of seeds, with the way in which these are named."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        parts = value.split(",") if isinstance(value, str) else []
+        if len(parts) > 1 and param is not None and all(part.strip().isdecimal() for part in parts):
+            what, fix = f"is one number (got '{value}')", f"name each: {_each_seed(parts)}"
+            raise ConfigError([Fault(param.opts[0], what, fix)])
+        return super().convert(value, param, ctx)
+
+
+Seeds = Annotated[
+    int | None,
+    typer.Option(click_type=_Seeds(min=1), help="How many seeds: 0, 1, ... (default: the file's seeds, or 3)."),
+]
 Seed = Annotated[
-    list[int] | None, typer.Option(min=0, help="Add this seed (may be repeated); seeds already in the folder are kept.")
+    list[int] | None,
+    typer.Option(
+        click_type=_Seeds(min=0), help="Add this seed (may be repeated); seeds already in the folder are kept."
+    ),
 ]
 Grid = Annotated[list[str] | None, typer.Option(help="An axis: KEY=VALUE,VALUE,... (may be repeated).")]
 Baseline = Annotated[str | None, typer.Option(help="The method to test against; the first by default.")]
@@ -99,17 +124,15 @@ def compare(
     """
     refuse_user_code(no_user_code)
     _refuse_options(seeds, seed, select)
-    options = {"seeds": seed or seeds, "baseline": baseline, "metric": metric, "select": select, "target": target}
-    options |= {"x": x, "equal": equal, "reference": reference, "budget": budget}
-    given = {k: v for k, v in options.items() if v is not None}
+    given = _given(seeds=seed or seeds, baseline=baseline, metric=metric, select=select, target=target)
+    given |= _given(x=x, equal=equal, reference=reference, budget=budget)
     words = words or []
     if _are_results(words, given, grid, out, jobs, together > 1, kept, only, watch):
         show([Path(word) for word in words], json_=json_)
     table, name = _comparison(words, grid or [], given, trust=trust)
     planned = _planned(table, words)
     folder = out or Path("runs") / f"compare-{as_name(table.get('name') or name or planned.name)}"
-    if seed and (others := _seeds_in(folder) - set(seed)):
-        planned = _planned({**table, "compare": {**table["compare"], "seeds": sorted({*seed, *others})}}, words)
+    planned = _with_seeds_of(folder, planned, table, words, seed or [])
     how = {
         "data_root": data_root,
         "jobs": jobs,
@@ -125,6 +148,11 @@ def compare(
         raise typer.Exit(1)
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were written."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _planned(table: dict[str, Any], words: list[str]) -> ComparisonPlan:
     """The comparison as a plan; its faults with advice for what was typed."""
     from fedloom.compare.plan import plan
@@ -132,18 +160,18 @@ def _planned(table: dict[str, Any], words: list[str]) -> ComparisonPlan:
     try:
         return plan(table)
     except ConfigError as error:
-        raise ConfigError(_with_grid(error.faults, words)) from error
+        raise ConfigError([_advised(fault, words) for fault in error.faults]) from error
 
 
-def _with_grid(faults: list[Fault], words: list[str]) -> list[Fault]:
-    """The faults, with advice where several values were given to a setting that takes one."""
-    several = {word.partition("=")[0]: word for word in words if "," in word.partition("=")[2]}
-    return [
-        fault._replace(fix=f"to try each of them: --grid {several[fault.where]}")
-        if fault.where in several and not fault.fix
-        else fault
-        for fault in faults
-    ]
+def _advised(fault: Fault, words: list[str]) -> Fault:
+    """The fault, with the option instead of a setting that takes one value or that the comparison sets itself."""
+    typed = next((word for word in words if word.partition("=")[0] == fault.where), "")
+    value = typed.partition("=")[2]
+    if fault.where == "seed" and value:
+        return fault._replace(
+            fix="write " + " ".join(f"--seed {each.strip()}" for each in value.strip("[]").split(","))
+        )
+    return fault._replace(fix=f"to try each of them: --grid {typed}") if "," in value and not fault.fix else fault
 
 
 def _only(pairs: list[str]) -> dict[str, list[str]]:
@@ -180,6 +208,16 @@ def _are_results(words: list[str], *options: object) -> bool:
 def _is_result(word: str) -> bool:
     """Whether an argument names the folder of a run or of a comparison."""
     return is_name(word) and any((Path(word) / name).is_file() for name in ("config.toml", "compare.toml"))
+
+
+def _with_seeds_of(
+    folder: Path, planned: ComparisonPlan, table: dict[str, Any], words: list[str], added: list[int]
+) -> ComparisonPlan:
+    """The plan with the seeds that are already in its folder, if some were added one by one."""
+    others = _seeds_in(folder) - set(added) if added else set()
+    if not others:
+        return planned
+    return _planned({**table, "compare": {**table["compare"], "seeds": sorted({*added, *others})}}, words)
 
 
 def _seeds_in(folder: Path) -> set[int]:
@@ -235,6 +273,7 @@ def _comparison(
         raise ConfigError([Fault(folders[0], "is a folder of results, but the other arguments are for new runs", fix)])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
+    refuse_twice(words)
     given = read_toml(Path(files[0])) if files else {}
     usercode.vouch([kinds, given if trust else {}])
     table, _ = override(given, [w for w in words if "=" in w])

@@ -42,8 +42,7 @@ def describe(
         _describe_topology(settings or [], out, json_)
         return
     if settings or out is not None:
-        given = (settings or ["--out"])[0]
-        raise ConfigError([Fault(given, "is only for networks", f"as in fedloom describe topology {name} nodes=16")])
+        raise ConfigError([_not_of_a_network(settings or [])])
     page = catalogue.describe(name)
     if json_:
         print(json.dumps(page.as_json()))
@@ -62,6 +61,14 @@ def describe(
         console.print(table)
     for line in page.costs:
         console.print(line)
+
+
+def _not_of_a_network(words: list[str]) -> Fault:
+    """What is wrong where more than a name is given for a thing that is not a network."""
+    if words and "=" not in words[0]:
+        return Fault(words[0], "a second name", f"name one: fedloom describe {words[0]}")
+    given = words[0] if words else "--out"
+    return Fault(given, "is only for networks", "as in fedloom describe topology ring nodes=16 --out ring.png")
 
 
 def _describe_topology(words: list[str], out: Path | None, json_: bool) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import typer
 
 from fedloom import __version__
+from fedloom.report.words import plural
 
 
 def doctor() -> None:
@@ -45,7 +46,8 @@ def findings() -> Iterator[Finding]:
     yield _tried("devices", _devices)
     root = default_root()
     here = [name for name, p in PUBLISHED.items() if not missing_files(p.layout, root)]
-    yield Finding(True, "data", f"digits (built in), below {root}: {', '.join(here) or 'nothing yet'}")
+    found = f"found, but not verified: {', '.join(here)}" if here else "nothing yet"
+    yield Finding(True, "data", f"digits (built in); below {root}: {found}")
     yield _tried("run folder", _folder)
     yield _tried("training", _training)
 
@@ -60,7 +62,7 @@ def _tried(what: str, attempt: Callable[[], str]) -> Finding:
 def _devices() -> str:
     import torch
 
-    cpu = f"cpu with {torch.get_num_threads()} threads"
+    cpu = f"cpu with {plural(torch.get_num_threads(), 'thread')}"
     if not torch.cuda.is_available():
         return f"{cpu}; no GPU"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -55,6 +55,7 @@ def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     together = re.sub(r" *= *", "=", " ".join(words))
     if any(word.startswith("=") for word in words[1:]):
         raise ConfigError([Fault(" ".join(words), "settings are written without spaces", f"write {together}")])
+    refuse_twice(words)
     files = [w for w in words if "=" not in w]
     for word in files:
         if not word.endswith(".toml") and not Path(word).exists():
@@ -62,6 +63,14 @@ def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second experiment file", "settings are written key=value")])
     return (Path(files[0]) if files else None), [w for w in words if "=" in w]
+
+
+def refuse_twice(words: list[str]) -> None:
+    """Refuse a setting that is given twice: one of its values would be dropped without a word."""
+    keys = [word.partition("=")[0].strip() for word in words if "=" in word]
+    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if twice:
+        raise ConfigError([Fault(key, "is given twice", "name it once") for key in twice])
 
 
 def _setting_meant(word: str) -> str:

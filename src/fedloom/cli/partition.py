@@ -13,6 +13,7 @@ from fedloom.cli.console import plain_console
 from fedloom.cli.options import NoUserCode, Root, Settings, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
+from fedloom.report.words import plural
 
 
 def partition(
@@ -42,7 +43,7 @@ def partition(
     shared = share(experiment, data_root or default_root())
     described = shared.described()
     picture = out or Path(as_name(f"partition-{experiment.kinds['partition']}-{shared.arrays.name}.png"))
-    title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {shared.clients} clients"
+    title = f"{shared.arrays.name}, {experiment.kinds['partition']}, {plural(shared.clients, 'client')}"
     report.draw(shared.labels, shared.owner, shared.clients, shared.arrays.labels, picture, title, shared.names)
     if json_:
         print(json.dumps(described | {"picture": str(picture)}))

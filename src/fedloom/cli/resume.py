@@ -10,6 +10,7 @@ import typer
 from fedloom.cli.options import JsonResult, NoUserCode, Ranks, Root, Trust, refuse_user_code
 from fedloom.cli.ranks import launch_ranks
 from fedloom.cli.startup import importing
+from fedloom.core.errors import ConfigError, Fault
 
 Forget = Annotated[
     list[int] | None,
@@ -53,6 +54,8 @@ def resume(
         from fedloom.runs.start import load_config
 
     refuse_user_code(no_user_code)
+    if not run_dir.is_dir():
+        raise ConfigError([Fault(str(run_dir), "there is no such folder", "see fedloom show runs/")])
     if ranks is not None and (run_dir / "config.toml").is_file():
         with from_its_folder(run_dir) as run:
             config = load_config(run / "config.toml", trust=trust)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedloom.compare.plan import ComparisonPlan
     from fedloom.compare.tune import Search
     from fedloom.compare.write import Comparison
+    from fedloom.data.partition import PartitionSummary
     from fedloom.engine.state import Experiment
     from fedloom.report.comparison.sheet import Sheet
     from fedloom.report.comparison.sheet_text import Word
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fedloom.runs import loop
     from fedloom.runs.prepare import Prepared
     from fedloom.runs.result import History
+    from fedloom.runs.settings import Config
 
 _EVERY = 2.0, 10.0  # seconds between two lines of a run, and of a comparison, where there is no terminal
 _NAMED = 4  # cells that run at the same time and are named; of the others it is said how many there are
@@ -127,6 +129,7 @@ class RunScreen(_Screen):
         super().__init__(console)
         self._said, self._began, self._done, self._clients = 0.0, 0.0, 0, 0
         self._excluded, self._missed, self._idle = 0, 0, 0
+        self._why = ""  # a round may be idle
 
     def started(self, prepared: Prepared, folder: Path | None, done: int) -> None:
         exp, shared = prepared.experiment, prepared.shared
@@ -148,7 +151,7 @@ class RunScreen(_Screen):
             self.say(f"resumed after round {done} of {exp.rounds}")
         if forget := getattr(exp.algorithm, "forget", ()):
             self.say(f"clients to forget: {list(forget)}")
-        self._began, self._done = time.perf_counter(), done
+        self._began, self._done, self._why = time.perf_counter(), done, _why_idle(prepared.config)
         if has_bar(self._console):
             self._bar = Bar(self._console, "round", done, exp.rounds)
 
@@ -209,10 +212,19 @@ class RunScreen(_Screen):
         if self._excluded:
             yield f"{self._excluded} client updates were not finite and left out"
         if self._missed:
-            yield f"no client met system.deadline in {self._missed} rounds; the model did not change"
+            yield f"no client met system.deadline in {plural(self._missed, 'round')}; the model did not change"
         if self._idle:
-            of = "the only round" if history.rounds == 1 else f"{self._idle} of {history.rounds} rounds"
-            yield f"warning: no client trained in {of} (all were late or dropped out); the model did not change"
+            of = "the only round" if history.rounds == 1 else f"{self._idle:,} of {history.rounds:,} rounds"
+            yield f"warning: no client trained in {of} ({self._why}); the model did not change"
+
+
+def _why_idle(config: Config) -> str:
+    """Why no client trained in a round: whether some can be late or lost, and whether a cohort can be empty."""
+    if not (config.system.stragglers or config.system.dropout):
+        return "none was chosen"
+    lost = "all were late or dropped out"
+    can_be_empty = config.cohort.sampling == "poisson" or ":" in config.cohort.sampling
+    return f"none was chosen, or {lost}" if can_be_empty else lost
 
 
 def _tail(history: History) -> str:
@@ -246,10 +258,17 @@ def _data(prepared: Prepared) -> str:
     aside = len(exp.federation.validation.rows)
     tests = f"{len(exp.federation.common):,} test rows" + (f" · {aside:,} validation rows" if aside else "")
     return (
-        f"{shared.arrays.name}: {s.rows:,} rows on {s.clients:,} clients ({s.size_min} to {s.size_max}, median "
-        f"{s.size_median:g}) · {s.classes_mean:.1f} of {s.classes} {_kinds(prepared)} each · heterogeneity "
-        f"{s.heterogeneity:.2f} · {tests} · {parameters}"
+        f"{shared.arrays.name}: {plural(s.rows, 'row')} on {plural(s.clients, 'client')} ({_sizes(s)}) · "
+        f"{s.classes_mean:.1f} of {s.classes} {_kinds(prepared)} each · "
+        f"heterogeneity {s.heterogeneity:.2f} · {tests} · {parameters}"
     )
+
+
+def _sizes(s: PartitionSummary) -> str:
+    """How many rows the clients have."""
+    if s.size_min == s.size_max:
+        return "all of them" if s.clients == 1 else f"{s.size_min:,} each"
+    return f"{s.size_min:,} to {s.size_max:,}, median {s.size_median:,g}"
 
 
 def _kinds(prepared: Prepared) -> str:

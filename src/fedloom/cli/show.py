@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedloom.report.page.parts import PageTable
     from fedloom.report.view import AnyView
 
+_MOST_COSTS = 18  # runs whose communication is listed
 _ENDS = 5  # of the worst and of the best clients
 
 
@@ -70,21 +71,28 @@ def _show(content: Content, console: Console) -> None:
         console.print(Text(note), style="dim", soft_wrap=True)
     for split in content.splits[:1]:
         _print(_ends(split), console)
-    _print(content.costs._replace(caption="communication and time"), console)
     if content.settings_differ is not None:
         _print(content.settings_differ._replace(caption="what differs"), console)
+    _print(_first(content.costs, "communication and time"), console)
+
+
+def _first(costs: PageTable, caption: str) -> PageTable:
+    """The first runs of very many, below which the results would be out of sight."""
+    if len(costs.lines) <= _MOST_COSTS:
+        return costs._replace(caption=caption)
+    said = f"{caption} of {_MOST_COSTS} of {len(costs.lines):,} runs (all: fedloom report)"
+    return costs._replace(lines=costs.lines[:_MOST_COSTS], caption=said)
 
 
 def _ends(split: Split) -> PageTable:
     """The first and the last clients of a table, which may lack the best of very many."""
     lines, whole = split.table.lines, len(split.table.lines) == split.clients
     first, last = lines[:_ENDS], lines[_ENDS:][-_ENDS:] if whole else ()
-    if not split.ranked:
-        which = "the first and the last" if whole else "the first"
-    else:
-        which = ("the worst and the best" if whole else "the worst") + f" of {split.method}" * bool(split.method)
-    more = f" of {split.clients:,}: {which}" if split.clients > 2 * _ENDS else ""
-    return split.table._replace(lines=(*first, *last), caption=f"clients{more} ({split.label})")
+    ends = (f"the {_ENDS} worst", f"the {_ENDS} best") if split.ranked else (f"the first {_ENDS}", f"the last {_ENDS}")
+    which = " and ".join(ends if whole else ends[:1])
+    by = f" with {split.method}" if split.ranked and split.method else ""
+    said = f"{which} of {split.clients:,} clients{by}" if split.clients > 2 * _ENDS else "clients"
+    return split.table._replace(lines=(*first, *last), caption=f"{said} ({split.label})")
 
 
 def _print(table: PageTable, console: Console) -> None:

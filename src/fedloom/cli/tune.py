@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, file_and_overrides, refuse_user_code
+from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, file_and_overrides, is_name, refuse_user_code
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[EXPERIMENT.toml] SETTING=RANGE... [KEY=VALUE]...",
-        help="An experiment, what to search (LOW..HIGH, LOW..HIGH:log or A,B,C), and fixed settings.",
+        metavar="[EXPERIMENT.toml | ALGORITHM] SETTING=RANGE... [KEY=VALUE]...",
+        help="An experiment or an algorithm, what to search (LOW..HIGH, LOW..HIGH:log or A,B,C), and fixed settings.",
     ),
 ]
 
@@ -59,7 +59,7 @@ def tune(
         why = "a search starts its own processes"
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
-    given = words or []
+    given = [_setting(word) for word in words or []]
     file, fixed = file_and_overrides([word for word in given if not is_range(word)])
     base, name = _experiment(file, fixed, trust=trust)
     ranges = ranges_of([word for word in given if is_range(word)])
@@ -81,6 +81,14 @@ def tune(
         print(json.dumps(done.as_json()))
     if done.best is None or done.failures:
         raise typer.Exit(1)
+
+
+def _setting(word: str) -> str:
+    """An argument; the bare name of an algorithm is a setting, as it is a method for ``compare``."""
+    from fedloom.runs.find import choices_named
+
+    named = f"algorithm={word}"
+    return named if is_name(word) and named in choices_named(word) and not Path(word).exists() else word
 
 
 def _experiment(file: Path | None, fixed: list[str], *, trust: bool) -> tuple[dict[str, Any], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -129,7 +130,17 @@ def _unrecorded(metric: str, configs: Sequence[Config], names: set[str], at: str
     place = metric.rpartition("/")[0]
     begun = (f"{place}/{name}" for name in get_args(ClassMeasure) if is_test(metric) and name.startswith(leaf(metric)))
     meant = [f"did you mean '{name}'?" for name in begun]
-    return [Fault(at, f"no method records '{metric}'", next(asked, meant[0] if meant else nearest(metric, names)))]
+    return [Fault(at, f"no method records '{metric}'", next(asked, meant[0] if meant else _closest(metric, names)))]
+
+
+def _closest(metric: str, names: set[str]) -> str:
+    """The closest name; where none is close, those that end alike, such as ``accuracy`` without its place."""
+    hint, ends = nearest(metric, names), {leaf(name) for name in names}
+    alike = difflib.get_close_matches(leaf(metric), sorted(ends), 1, cutoff=0.65)
+    if hint.startswith("did you mean") or not alike:
+        return hint
+    full = sorted((name for name in names if leaf(name) == alike[0]), key=lambda name: (not is_test(name), name))
+    return f"did you mean {' or '.join(repr(name) for name in full[:3])}?"
 
 
 def reports_itself(config: Config) -> bool:

@@ -224,4 +224,5 @@ def last_ten(counts: Iterable[int]) -> tuple[str, int]:
     found = {min(10, count) for count in counts if count} or {10}
     if len(found) > 1:
         return "mean of at most 10", 10
-    return ("mean of last 10", 10) if 10 in found else ("mean of all {}", found.pop())
+    (count,) = found
+    return {1: "mean of one", 10: "mean of last 10"}.get(count, "mean of all {}"), count

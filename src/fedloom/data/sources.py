@@ -247,7 +247,7 @@ class FashionMnist(PublishedSet):
 
 
 class Cifar10(PublishedSet):
-    """60 000 colour photographs of 32x32 pixels in 10 classes."""
+    """60,000 colour photographs of 32x32 pixels in 10 classes."""
 
     kind: ClassVar[str] = "cifar10"
     layout: ClassVar[Layout] = LAYOUTS["cifar10"]
@@ -255,7 +255,7 @@ class Cifar10(PublishedSet):
 
 
 class Cifar100(PublishedSet):
-    """60 000 colour photographs of 32x32 pixels in 100 classes, which form 20 groups."""
+    """60,000 colour photographs of 32x32 pixels in 100 classes, which form 20 groups."""
 
     kind: ClassVar[str] = "cifar100"
     layout: ClassVar[Layout] = LAYOUTS["cifar100"]

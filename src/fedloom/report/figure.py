@@ -44,12 +44,13 @@ _METADATA: dict[str, dict[str, Any]] = {
 PICTURES = tuple(_METADATA)  # the kinds that every picture can be written as
 
 
-def canvas(width: float, height: float) -> Figure:
-    """An empty white figure that needs no display."""
+def canvas(width: float, height: float, beside: float = 0.04) -> Figure:
+    """An empty white figure that needs no display, with so many inches on either side of each panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=beside), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 

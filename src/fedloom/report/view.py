@@ -178,6 +178,11 @@ def as_setting(value: Any) -> str:
     return str(value)
 
 
+def at_point(axes: Sequence[str], place: Sequence[str]) -> str:
+    """A point of the grid in words, such as ``partition.alpha = 0.1, local.lr = 0.05``."""
+    return ", ".join(f"{axis} = {label}" for axis, label in zip(axes, place, strict=True))
+
+
 def differing(runs: Sequence[RunView]) -> list[str]:
     """The settings in which runs differ, in order."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)

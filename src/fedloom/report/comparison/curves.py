@@ -27,6 +27,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
 
 _MOST_PANELS = 6
+_BETWEEN = 0.16  # inches on either side of a panel, so that the numbers at its right are not ticks of the next one
 
 
 _X_NAMES: dict[Along, str] = {
@@ -71,7 +72,7 @@ def figure_of(question: Question, results: Sequence[Result]) -> Figure:
     width = {1: 6.8, 2: 9.6, 3: 12.6}[wide]
     across = _columns(question, width, 3 if wide == 1 else 5)
     lines = math.ceil(len(question.methods) / across)
-    figure = canvas(width, 3.7 * high + 0.3 * lines + 0.3)
+    figure = canvas(width, 3.7 * high + 0.3 * lines + 0.3, beside=_BETWEEN)
     panels = figure.subplots(high, wide, squeeze=False, sharey=False).ravel()
     found = []
     for index, (axes, place) in enumerate(zip(panels, places, strict=False)):
@@ -119,7 +120,7 @@ def _about_ends(question: Question, results: Sequence[Result]) -> str:
         of = f"all {most}" if fewest == most else f"all {fewest} to {most}"
     else:
         of = f"the last ten of {most}" if fewest == most else f"at most the last ten of {fewest} to {most}"
-    return f"; at the right, the mean of {of} evaluations"
+    return f"; at the right, the mean of {of} evaluations" if most > 1 else "; at the right, the only evaluation"
 
 
 def _axis_name(question: Question) -> str:
@@ -129,9 +130,10 @@ def _axis_name(question: Question) -> str:
 
 
 class End(NamedTuple):
-    """The number at the end of a line, and how that is drawn."""
+    """The number at the end of a line, where the line ends, and how that is drawn."""
 
     value: float
+    height: float
     colour: str
     dash: Any
     width: float
@@ -203,7 +205,7 @@ def _line(question: Question, method: str, results: Sequence[Result], scale: flo
     low, high = scale * (mean - deviation), scale * (mean + deviation)
     axes.fill_between(where, low, high, color=colour, alpha=0.13, lw=0, zorder=2)
     tails = [s.mean_last_10 for s in (summary_of(r, metric) for r in mine) if s is not None]
-    return End(scale * float(np.mean(tails)), colour, dash, width)
+    return End(scale * float(np.mean(tails)), scale * float(mean[-1]), colour, dash, width)
 
 
 _SAMPLE = 0.06  # the length of a piece of line, as a share of the width of its panel
@@ -212,15 +214,17 @@ _SAMPLE = 0.06  # the length of a piece of line, as a share of the width of its 
 def _mark_ends(panel: Panel) -> None:
     """The mean of the last ten next to the end of each line, moved apart if they would overlap.
 
+    They are bold: the ticks of the next panel are not far.
+
     Where several lines have the same colour, a piece of the line is before its number.
     """
     from matplotlib.lines import Line2D
 
     axes, (low, high) = panel.axes, panel.axes.get_ylim()
     gap, used = 0.052, 2.0
-    order = sorted(panel.ends, key=lambda end: -end.value)
+    order = sorted(panel.ends, key=lambda end: -end.height)
     for place, end in enumerate(order):
-        height = min(1.0, max(0.0, (end.value - low) / (high - low)))
+        height = min(1.0, max(0.0, (end.height - low) / (high - low)))
         used, left = max(min(height, used - gap), gap * (len(order) - 1 - place)), 1.012
         if panel.styled:
             look = {"color": end.colour, "ls": end.dash, "lw": end.width}
@@ -228,7 +232,7 @@ def _mark_ends(panel: Panel) -> None:
             axes.add_line(Line2D(where, [used, used], transform=axes.transAxes, clip_on=False, **look))
             left += _SAMPLE + 0.012
         text = f"{end.value:.1f}" if high > 2 else f"{end.value:.3f}"
-        look = {"va": "center", "color": end.colour, "fontsize": 8}
+        look = {"va": "center", "color": end.colour, "fontsize": 8, "weight": "bold"}
         axes.annotate(text, (left, used), xycoords="axes fraction", annotation_clip=False, **look)
 
 

@@ -10,6 +10,7 @@ from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_cost, is_extra, is_privacy, last_ten, leaf
 from fedloom.report import topology
 from fedloom.report.comparison.notes import STARRED, TAGGED
+from fedloom.report.page.apart import apart
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
 from fedloom.report.page.paper_table import paper_tables
 from fedloom.report.page.parts import (
@@ -41,6 +42,7 @@ from fedloom.report.view import (
     FolderView,
     RunView,
     as_setting,
+    at_point,
     changes_shown,
     client_name,
     clients_by,
@@ -109,6 +111,13 @@ class _Spoken(NamedTuple):
         """The name of a run: in a comparison its method and seed."""
         return f"{run.method}, {self.say('seed')} {run.seed}" if run.method else run.name
 
+    def split(self, run: RunView, axes: Sequence[str]) -> str:
+        """The name of a run's split: in a comparison its point of the grid and seed, which all methods share."""
+        if not run.method:
+            return run.name
+        seed = f"{self.say('seed')} {run.seed}"
+        return f"{at_point(axes, run.place)}, {seed}" if run.place else seed
+
     def sentence(self, written: Any) -> str:
         """A sentence that a comparison wrote into its folder."""
         return sentence_in(self.language, str(written))
@@ -170,8 +179,8 @@ def _cards(run: RunView, metric: str, words: _Spoken) -> tuple[Card, ...]:
     say, found = words.say, [Card(words.say("state"), words.say(run.state), mark=run.state)]
     of = summary_of_run(run, metric) if metric else None
     if of is not None:
-        mean = f"{_mean_of([run], words)} {shown(of.mean_last_10, metric)}"
-        hint = f"{say('best')} {shown(of.best, metric)} · {mean}"
+        mean = f"{_mean_of([run], words)}: {shown(of.mean_last_10, metric)}"
+        hint = f"{say('best')}: {shown(of.best, metric)} · {mean}"
         found.append(Card(metric, shown(of.last, metric), hint, "main"))
     column, clients = ranked_clients(run)
     if len(clients) > 1:
@@ -235,7 +244,7 @@ def _log(run: RunView, last: int = 40) -> tuple[str, ...]:
 # -- a comparison ----------------------------------------------------------------------------------
 def _comparison(view: ComparisonView, words: _Spoken) -> Content:
     say, metric = words.say, str(view.summary.get("metric") or standing_for(view.cells))
-    blank = _blank(view.cells, of_comparison(view, metric), words)
+    blank = _blank(view.cells, of_comparison(view, metric), words, view.axes)
     decided = [each for each in _list(view.summary.get("claims")) if isinstance(each, Mapping)]
     written = [*_list(_choice(view).get("notes")), *_list(view.summary.get("notes"))]
     return blank._replace(
@@ -260,7 +269,7 @@ def _comparison_cards(
         known = {**row, **chosen} if isinstance(chosen, Mapping) else row
         where = ", ".join(f"{axis} = {known.get(axis)}" for axis in view.axes)
         value = with_spread(row.get("mean_last_10"), row.get("mean_last_10_std"), str(row.get("metric"))).text
-        hint = " · ".join(part for part in (f"{_mean_of(view.cells, words)} {value}", where) if part)
+        hint = " · ".join(part for part in (f"{_mean_of(view.cells, words)}: {value}", where) if part)
         found.append(Card(f"{say('rank')} 1", str(row.get("algorithm")), hint, "main"))
     for verdict, mark in _MARKS.items():
         count = sum(each.get("verdict") == verdict for each in decided)
@@ -304,7 +313,7 @@ def _difference(gap: Mapping[str, Any], scale: int, words: _Spoken) -> str:
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
     """A table for each point of the grid."""
     groups = _by_place(_list(view.summary.get("table")), view.axes)
-    return tuple(_result(view, _caption(view.axes, place), rows, words) for place, rows in groups.items())
+    return tuple(_result(view, at_point(view.axes, place), rows, words) for place, rows in groups.items())
 
 
 def _choice(view: ComparisonView) -> Mapping[str, Any]:
@@ -318,7 +327,7 @@ def _selected(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
     over = _list(_choice(view).get("over"))
     axes = [axis for axis in view.axes if axis not in over]
     groups, title = _by_place(_list(_choice(view).get("table")), axes), words.say("chosen by validation")
-    captions = {place: ", ".join(part for part in (title, _caption(axes, place)) if part) for place in groups}
+    captions = {place: ", ".join(part for part in (title, at_point(axes, place)) if part) for place in groups}
     return tuple(_result(view, captions[place], rows, words) for place, rows in groups.items())
 
 
@@ -330,18 +339,18 @@ def _by_place(rows: Sequence[Any], axes: Sequence[str]) -> dict[tuple[str, ...],
     return groups
 
 
-def _caption(axes: Sequence[str], place: Sequence[str]) -> str:
-    return ", ".join(f"{axis} = {value}" for axis, value in zip(axes, place, strict=True))
-
-
 _MEANS = ("last", "best", "mean_last_10")
 _OPTIONAL = {
     "difference": "difference",
     "difference_low": "95 % interval",
-    "p": "p-value",
+    "p": "p",
     "paper": "paper",
     "rounds_to_target": "rounds to target",
 }
+
+
+# The number by which a column is known to be of use, where it is another one: a target that no seed reached is told.
+_KNOWN = {"rounds_to_target": "reached_target"}
 
 
 def _means(runs: Sequence[RunView], words: _Spoken) -> list[PageColumn]:
@@ -351,7 +360,7 @@ def _means(runs: Sequence[RunView], words: _Spoken) -> list[PageColumn]:
 
 def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     say = words.say
-    more = [key for key in _OPTIONAL if any(isinstance(row.get(key), int | float) for row in rows)]
+    more = [key for key in _OPTIONAL if any(isinstance(row.get(_KNOWN.get(key, key)), int | float) for row in rows)]
     columns = [
         PageColumn(say("method")),
         PageColumn(say("rank"), True),
@@ -367,21 +376,34 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
         cells = [PageCell(method, tag=tag), number(row.get("rank"))]
         cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
         cells += [_validated(row, say)] if validated else []
-        cells += [_optional(key, row, metric) for key in more]
+        cells += [_optional(key, row, metric, say) for key in more]
         lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
         cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
         lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
     return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
 
 
-def _optional(key: str, row: Mapping[str, Any], metric: str) -> PageCell:
+def _optional(key: str, row: Mapping[str, Any], metric: str, say: Say) -> PageCell:
     """The cell of a column that not all comparisons have."""
+    if key == "rounds_to_target":
+        return _until_target(row, say)
     if key == "difference":
         return signed(row.get(key), metric)
     if key == "difference_low":
         low, high = (signed(row.get(end), metric) for end in (key, "difference_high"))
         return low if low.value is None or high.value is None else low._replace(text=f"[{low.text}, {high.text}]")
     return _p_value(row.get(key)) if key == "p" else number(row.get(key), metric * (key == "paper"), 2)
+
+
+def _until_target(row: Mapping[str, Any], say: Say) -> PageCell:
+    """The mean number of rounds until the target; none unless all seeds reached it, or the worst method looks fast."""
+    count, took, spread = (row.get(key) for key in ("reached_target", "rounds_to_target", "rounds_to_target_std"))
+    if not isinstance(count, int):
+        return PageCell("–")
+    of = sum(row.get(key) or 0 for key in ("seeds", "diverged", "failed"))
+    if count < of or not isinstance(took, int | float):
+        return PageCell("–", tag=say("{}/{} seeds").format(count, of))
+    return PageCell(f"{took:.1f}" + (f" ± {spread:.1f}" if isinstance(spread, int | float) else ""), float(took))
 
 
 def _p_value(value: Any) -> PageCell:
@@ -474,9 +496,9 @@ def _listed_comparisons(found: Sequence[ComparisonView], words: _Spoken) -> Page
 
 
 # -- parts of all pages ----------------------------------------------------------------------------
-def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> Content:
+def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken, axes: Sequence[str] = ()) -> Content:
     """The parts that do not depend on the kind of page."""
-    lines, splits = lines_for(curves), _splits(runs, words)
+    lines, splits = lines_for(curves), _splits(runs, words, axes)
     first = next((run for run in runs if run.topology), None)
     private = next((run for run in runs if run.privacy), None)
     named = dict.fromkeys(curve.metric for curve in curves)
@@ -495,7 +517,7 @@ def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> 
         meanings=tuple((name, said) for name in named if (said := meaning_in(words.language, name))),
         splits=splits[:_MOST_SPLITS],
         more_splits=len(splits) > _MOST_SPLITS,
-        partition=_partition(runs, words),
+        partition=_partition(runs, words, axes),
         confusion=_confusions(runs, words),
         topology=plain(
             [(words.say(k), v) for k, v in topology.table(first.topology)], words.say("property"), words.say("value")
@@ -506,9 +528,9 @@ def _blank(runs: Sequence[RunView], curves: Sequence[Curve], words: _Spoken) -> 
         colours=words.say(_KINDS[bool(runs) and all(map(_is_regression, runs))].colours),
         costs=_costs(runs, words),
         privacy=_privacy(private, words) if private else None,
-        settings_differ=_differ([(r, r.settings) for r in runs], differing(runs), words),
+        settings_differ=apart([(r, r.settings) for r in runs], differing(runs), axes, words.say),
         settings=_all([r.settings for r in runs], words),
-        environment_differs=_environment_differs(runs, words),
+        environment_differs=_environment_differs(runs, axes, words),
         environment=_all([dotted(r.environment) for r in runs], words),
         log=(),
         several=len(runs) > 1,
@@ -519,11 +541,11 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _splits(runs: Sequence[RunView], words: _Spoken) -> tuple[Split, ...]:
+def _splits(runs: Sequence[RunView], words: _Spoken, axes: Sequence[str]) -> tuple[Split, ...]:
     """The clients of each split: in a comparison all methods of a seed share one, else every run has its own."""
     groups: dict[str, list[RunView]] = {}
     for run in runs:
-        label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
+        label = words.split(run, axes)
         if run.clients:
             groups.setdefault(label, []).append(run)
     return tuple(_split(label, group, words) for label, group in groups.items())
@@ -621,7 +643,7 @@ def _is_regression(run: RunView) -> bool:
 _PARTITION = {
     "clients": "{clients:,}",
     "rows": "{rows:,}",
-    "rows per client": "{size_min:,} to {size_max:,}, median {size_median:g}",
+    "rows per client": "{size_min:,} to {size_max:,}, median {size_median:,g}",
     "inequality of sizes (Gini)": "{size_gini:.2f}",
     "classes per client": "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}",
     "effective classes per client": "{effective_classes:.2f}",
@@ -630,11 +652,11 @@ _PARTITION = {
 }
 
 
-def _partition(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
+def _partition(runs: Sequence[RunView], words: _Spoken, axes: Sequence[str]) -> PageTable | None:
     """The numbers of every partition among the runs."""
     seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for run in runs:
-        label = " · ".join((*run.place, f"{words.say('seed')} {run.seed}")) if run.method else run.name
+        label = words.split(run, axes)
         if run.partition:
             seen.setdefault(label, (label, run.partition))
     if not seen:
@@ -730,24 +752,6 @@ def _privacy(run: RunView, words: _Spoken) -> PageTable:
     return plain(rows, words.say("property"), words.say("value"))
 
 
-def _differ(
-    found: Sequence[tuple[RunView, Mapping[str, Any]]], keys: Sequence[str], words: _Spoken
-) -> PageTable | None:
-    """A row for each key in which runs differ, and a column for each group of equal runs."""
-    apart = [key for key in keys if key != "seed" or not any(run.method for run, _ in found)]
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for run, values in found:
-        names = groups.setdefault(tuple(as_setting(values[key]) if key in values else "–" for key in apart), [])
-        name = " · ".join((run.method or run.name, *run.place))
-        if name not in names:
-            names.append(name)
-    if not apart or len(groups) < 2:
-        return None
-    heads = [PageColumn(", ".join(names)) for names in groups.values()]
-    lines = [PageLine((PageCell(key), *(PageCell(values[k]) for values in groups))) for k, key in enumerate(apart)]
-    return PageTable((PageColumn(words.say("setting")), *heads), tuple(lines))
-
-
 def _all(tables: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     """Every key with its value, or with all values where runs differ."""
     keys = dict.fromkeys(key for table in tables for key in table)
@@ -758,11 +762,11 @@ def _all(tables: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     return plain(rows, words.say("setting"), words.say("value"))
 
 
-def _environment_differs(runs: Sequence[RunView], words: _Spoken) -> PageTable | None:
+def _environment_differs(runs: Sequence[RunView], axes: Sequence[str], words: _Spoken) -> PageTable | None:
     tables = [(run, dotted(run.environment)) for run in runs if run.environment]
     own = ("config_hash", "net_sha256", "message_bytes", "lanes", "executor", "steps", "parameters", "files")
     keys = dict.fromkeys(key for _, table in tables for key in table)
-    apart = [
+    differ = [
         k for k in keys if not k.startswith(own) and len({as_setting(table.get(k, "")) for _, table in tables}) > 1
     ]
-    return _differ(tables, apart, words)
+    return apart(tables, differ, axes, words.say)

@@ -233,7 +233,8 @@
     const key = (row) => row.children[index].dataset.value ?? row.children[index].textContent;
     const order = (a, b) => {
       const [x, y] = [key(a), key(b)], [m, n] = [Number(x), Number(y)];
-      if ((x === "–") !== (y === "–")) return x === "–" ? 1 : -1;  // without a value: last, whichever way
+      const none = (text) => text === "–" || text.startsWith("– ");
+      if (none(x) !== none(y)) return none(x) ? 1 : -1;  // without a value: last, whichever way
       const by = Number.isNaN(m) || Number.isNaN(n) ? x.localeCompare(y, undefined, { numeric: true }) : m - n;
       return up ? by : -by;
     };

@@ -54,6 +54,7 @@ _CHINESE = {
     "round": "轮次",
     "seed": "随机种子",
     "{} seeds": "{} 个种子",
+    "{}/{} seeds": "{}/{} 个种子",
     "seeds": "随机种子数",
     "metric": "指标",
     "last": "最终值",
@@ -61,10 +62,11 @@ _CHINESE = {
     "mean of last 10": "最后十次均值",
     "mean of at most 10": "最后至多十次均值",
     "mean of all {}": "全部 {} 次均值",
+    "mean of one": "仅一次的值",
     "rank": "排名",
     "difference": "与基线之差",
     "95 % interval": "95% 置信区间",
-    "p-value": "p 值",
+    "p": "p 值",
     "validation": "验证集",
     "chosen": "选定",
     "chosen by validation": "按验证集选定",
@@ -105,6 +107,7 @@ _CHINESE = {
     "recording": "写入耗时",
     "time": "总耗时",
     "setting": "参数",
+    "runs": "所属运行",
     "value": "取值",
     "property": "属性",
     "What differs": "不同之处",
@@ -169,7 +172,7 @@ _CHINESE = {
     # partition and topology
     "rows per client": "每个客户端的样本数",
     "inequality of sizes (Gini)": "样本数不均衡度（基尼系数）",
-    "{size_min:,} to {size_max:,}, median {size_median:g}": "{size_min:,} 至 {size_max:,}，中位数 {size_median:g}",
+    "{size_min:,} to {size_max:,}, median {size_median:,g}": "{size_min:,} 至 {size_max:,}，中位数 {size_median:,g}",
     "classes per client": "每个客户端的类别数",
     "{classes_min} to {classes_max} of {classes}, mean {classes_mean:.1f}": (
         "{classes_min} 至 {classes_max}（共 {classes} 个），平均 {classes_mean:.1f}"

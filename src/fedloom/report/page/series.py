@@ -12,7 +12,7 @@ from fedloom.core.vocabulary import is_extra, is_share, leaf
 from fedloom.report.comparison.statistics import along
 from fedloom.report.partition import shown_clients
 from fedloom.report.topology import places
-from fedloom.report.view import ComparisonView, RunView, recorded_metrics, standing_for
+from fedloom.report.view import ComparisonView, RunView, at_point, recorded_metrics, standing_for
 
 MOST_POINTS = 400  # of one line
 _MOST_LINKS = 2000
@@ -68,7 +68,7 @@ def of_comparison(view: ComparisonView, first: str) -> list[Curve]:
     names = [name for name in recorded_metrics(view.cells) if not name.endswith(_SPREAD)]
     groups: dict[tuple[str, str], list[RunView]] = {}
     for cell in view.cells:
-        groups.setdefault((", ".join(cell.place), cell.method), []).append(cell)
+        groups.setdefault((at_point(view.axes, cell.place), cell.method), []).append(cell)
     found = []
     for name in [first, *(name for name in names if name != first)]:
         for (place, method), cells in groups.items():
