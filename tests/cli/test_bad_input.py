@@ -441,12 +441,12 @@ def test_a_command_that_was_mistyped_is_answered_with_the_right_one(
     assert files(tmp_path) == set()
 
 
-def test_a_setting_that_is_given_twice_is_refused() -> None:
-    """One of its values would be dropped without a word."""
-    for read in (file_and_overrides, refuse_twice):
-        with pytest.raises(ConfigError, match=r"  rounds: is given twice \(name it once\)$"):
-            read(["rounds=2", "local.lr=1", "rounds=3"])
-    assert file_and_overrides(["rounds=2", "local.lr=1"]) == (None, ["rounds=2", "local.lr=1"])
+def test_the_last_of_two_settings_counts_but_not_in_a_search() -> None:
+    """As in a script that adds a setting to others; a range and a number for one setting contradict each other."""
+    words = ["rounds=2", "local.lr=1", "rounds=3"]
+    assert file_and_overrides(words) == (None, words)
+    with pytest.raises(ConfigError, match=r"  rounds: is given twice \(name it once\)$"):
+        refuse_twice(words)
 
 
 def test_a_search_takes_the_bare_name_of_an_algorithm(quick: Quick, tmp_path: Path) -> None:

@@ -40,20 +40,11 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 HANG = 600.0  # seconds after which a process will not end any more, however busy the machine is
 
 
-def _last_of_each(words: list[str]) -> list[str]:
-    """Without settings that are given again later, which a command refuses: tests change one of ``SMALL`` so."""
-    settings = [
-        k for k, word in enumerate(words) if "=" in word and not f"{words[k - 1] if k else ''}{word}".startswith("-")
-    ]
-    last = {words[k].partition("=")[0]: k for k in settings}
-    return [word for k, word in enumerate(words) if k not in settings or k in last.values()]
-
-
 def started(
     *words: object, cwd: Path, env: Mapping[str, str] | None = None, fresh: bool = False, **options: Any
 ) -> subprocess.Popen[str]:
     """``python -m fedloom words...``, still running; forked from a warm process unless it is to be a ``fresh`` one."""
-    command = [sys.executable, "-m", "fedloom", *_last_of_each(list(map(str, words)))]
+    command = [sys.executable, "-m", "fedloom", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     kind: Any = warm.FRESH if fresh else warm.Popen
     process: subprocess.Popen[str] = kind(command, cwd=cwd, env=environment(env), **pipes, **options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_twice, refuse_user_code
+from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, WithPage, is_name, refuse_user_code
 from fedloom.cli.show import show
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault, NothingToRunError
@@ -273,7 +273,6 @@ def _comparison(
         raise ConfigError([Fault(folders[0], "is a folder of results, but the other arguments are for new runs", fix)])
     if len(files) > 1:
         raise ConfigError([Fault(files[1], "a second comparison file", "settings are written key=value")])
-    refuse_twice(words)
     given = read_toml(Path(files[0])) if files else {}
     usercode.vouch([kinds, given if trust else {}])
     table, _ = override(given, [w for w in words if "=" in w])

@@ -55,7 +55,6 @@ def file_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     together = re.sub(r" *= *", "=", " ".join(words))
     if any(word.startswith("=") for word in words[1:]):
         raise ConfigError([Fault(" ".join(words), "settings are written without spaces", f"write {together}")])
-    refuse_twice(words)
     files = [w for w in words if "=" not in w]
     for word in files:
         if not word.endswith(".toml") and not Path(word).exists():

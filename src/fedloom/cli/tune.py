@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import JsonResult, NoUserCode, Root, Trust, file_and_overrides, is_name, refuse_user_code
+from fedloom.cli.options import (
+    JsonResult,
+    NoUserCode,
+    Root,
+    Trust,
+    file_and_overrides,
+    is_name,
+    refuse_twice,
+    refuse_user_code,
+)
 from fedloom.core.disk import as_name
 from fedloom.core.errors import ConfigError, Fault
 
@@ -60,6 +69,7 @@ def tune(
         raise ConfigError([Fault("torchrun", why, "run it without torchrun, and see --jobs")])
     refuse_user_code(no_user_code)
     given = [_setting(word) for word in words or []]
+    refuse_twice(given)
     file, fixed = file_and_overrides([word for word in given if not is_range(word)])
     base, name = _experiment(file, fixed, trust=trust)
     ranges = ranges_of([word for word in given if is_range(word)])
