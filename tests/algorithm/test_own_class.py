@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import fedloom
 from fedloom import FedAvg
@@ -128,3 +129,32 @@ def test_right_results_pass() -> None:
 def test_fedloom_pays_nothing_for_it() -> None:
     assert not hasattr(FedAvg.update, "__wrapped__")
     assert returned._CHECKS.keys() <= vars(Algorithm).keys()
+
+
+def test_a_state_without_w_is_right_where_the_method_reads_it_itself() -> None:
+    class Stack(NamedTuple):
+        models: Tensor
+
+    class Two(FedAvg):
+        def init(self, w: Tensor) -> Any:
+            return Stack(torch.stack([w, w]))
+
+        def send(self, server: Any) -> Any:
+            return Stack(server.models[:1])
+
+        def start(self, down: Any, mine: Any, work: Any) -> Tensor:
+            first: Tensor = down.models[0]
+            return first
+
+        def finish(self, x: Tensor, down: Any, mine: Any, work: Any) -> Any:
+            return Update(x - down.models[0]), mine
+
+        def update(self, server: Any, inbox: Any) -> Any:
+            return Stack(server.models + like(inbox.mean.dw, server.models))
+
+        def global_model(self, server: Any) -> Tensor:
+            first: Tensor = server.models[0]
+            return first
+
+    ours, theirs = (fedloom.run(method, **SMALL).records[-1] for method in (Two(), "fedavg"))
+    assert ours["global/test/loss"] == theirs["global/test/loss"]

@@ -20,7 +20,9 @@ def check_returned(cls: type[Any]) -> None:
     for name, check in _CHECKS.items():
         function = vars(cls).get(name)
         if is_own(cls) and inspect.isfunction(function):
-            setattr(cls, name, _checked(function, check))
+            reader = _READS_W.get(name, "")
+            reads_no_w = any(is_own(each) and reader in vars(each) for each in cls.__mro__)
+            setattr(cls, name, _checked(function, _is_tree if reads_no_w else check))
 
 
 def _checked(function: Callable[..., Any], check: Callable[..., tuple[str, str]]) -> Callable[..., Any]:
@@ -118,6 +120,10 @@ _CHECKS: dict[str, Callable[..., tuple[str, str]]] = {
     "serve": _is_tensor,
     "global_model": _is_tensor,
 }
+
+
+# Where a field ``w`` is read, unless the method has a function of its own for that.
+_READS_W = {"init": "global_model", "send": "start"}
 
 
 def _no_tree(found: Any) -> str:
