@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedloom.compare.cells import counted_alike, step_settings
@@ -86,6 +87,31 @@ def test_missing_data_is_reported_once_and_nothing_written(tmp_path: Path) -> No
     assert done.code == 2
     assert done.err.count("fedloom data get cifar10") == 1
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("data=mine.npz",), "error: mine.npz: no such file"),
+        (("--grid", "partition.clients=6,5000"), "partition.clients: 5000 clients cannot share 1438 rows"),
+    ],
+)
+def test_data_that_every_run_would_refuse_is_one_error_and_nothing_written(
+    words: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    done = fedloom("compare", "fedavg", "fedprox", *words, cwd=tmp_path)
+    assert (done.code, done.out, done.err.count(says)) == (2, "", 1)
+    assert files(tmp_path) == set()
+
+
+def test_tables_can_be_redrawn_without_the_data(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(80, 3)), np.arange(80) % 2
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    words = ("compare", "fedavg", "data=mine.npz", "rounds=1", "partition.clients=3", "--seeds", 1, "--out", "c")
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    (tmp_path / "mine.npz").unlink()
+    assert fedloom(*words, "--target", "0.1", cwd=tmp_path).code == 0
+    assert fedloom(*words[:6], "--seed", 1, "--out", "c", cwd=tmp_path).code == 2
 
 
 def test_shared_settings_go_to_the_methods_that_know_them() -> None:
