@@ -13,6 +13,8 @@ import pytest
 from fedloom.compare.cells import counted_alike, step_settings
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
+from fedloom.compare.read import as_result
+from fedloom.compare.write import drawn, write_tables
 from fedloom.core.errors import ConfigError
 from fedloom.runs.settings import config_hash
 from support.comparisons import table
@@ -138,6 +140,30 @@ def test_labels_grids_and_nested_keys() -> None:
     again = plan(tomllib.loads(planned.as_toml()))
     assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
     assert again.as_toml() == planned.as_toml()
+
+
+def test_sentences_and_labels_are_one_line_each(tmp_path: Path) -> None:
+    """A line break would leave a comment of LaTeX, and a line of a table."""
+    entry = {"kind": "fedprox", "label": "FedProx\n(strong)"}
+    axis = [{"value": 0.1, "label": "slow\nrate"}, 0.2]
+    planned = plan(
+        table(
+            algorithms=["fedavg", entry],
+            grid={"local.lr": axis},
+            notes=["first\n\nsecond & third"],
+            paper=[{"algorithm": "fedavg", "value": 70}],
+            caveats=[{"why": "one\ntwo"}],
+            claims=[{"says": "a is\nbest", "algorithm": "fedavg", "test": "best"}],
+        )
+    )
+    results = [as_result(cell, "failed") for cell in planned.cells]
+    write_tables(planned, drawn(planned, tmp_path, tmp_path, results))
+    before, _, _ = (tmp_path / "table.tex").read_text().partition("\\begin{tabular}")
+    assert all(line.startswith("% ") for line in before.splitlines())
+    assert {"% first  second & third", "% ?1: one two"} <= set(before.splitlines())
+    assert "| FedProx (strong) |" in (tmp_path / "table.md").read_text()
+    assert "| a is best |" in (tmp_path / "table.md").read_text()
+    assert "### local.lr = slow rate" in (tmp_path / "table.md").read_text()
 
 
 def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_cost, is_extra, is_privacy, last_ten, leaf
 from fedloom.report import topology
+from fedloom.report.comparison.claims import without_number
 from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.apart import apart
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
@@ -291,7 +292,12 @@ def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     for each in decided:
         verdict = str(each.get("verdict"))
         scale = 100 if each.get("points") else 1
-        gaps = [_difference(gap, scale, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
+        unknown = without_number(str(each.get("statistic")))
+        gaps = [
+            _difference(gap, scale, unknown, words)
+            for gap in _list(each.get("differences"))
+            if isinstance(gap, Mapping)
+        ]
         cells = (
             PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")),
             PageCell(words.sentence(each.get("claim"))),
@@ -300,14 +306,16 @@ def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     return PageTable(heads, tuple(lines))
 
 
-def _difference(gap: Mapping[str, Any], scale: int, words: _Spoken) -> str:
+def _difference(gap: Mapping[str, Any], scale: int, unknown: str, words: _Spoken) -> str:
     mean, low, high = (gap.get(key) for key in ("mean", "low", "high"))
     what = words.sentence(gap.get("what"))
     if not isinstance(mean, int | float):
-        return f"{what}: {words.say('not run' if gap.get('verdict') == 'not run' else 'no run reached the target')}"
+        return f"{what}: {words.say('not run' if gap.get('verdict') == 'not run' else unknown)}"
     if not isinstance(low, int | float) or not isinstance(high, int | float):
-        return f"{what}: {scale * mean:+.3g} ({words.say('one seed')})"
-    return f"{what}: {scale * mean:+.3g} [{scale * low:+.3g}, {scale * high:+.3g}]"
+        shown = f"{what}: {scale * mean:+z.4g} ({words.say('one seed')})"
+    else:
+        shown = f"{what}: {scale * mean:+z.4g} [{scale * low:+z.4g}, {scale * high:+z.4g}]"
+    return f"{shown}, {words.say('seeds lost')}: {gap['lost']}" if gap.get("lost") else shown
 
 
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:

@@ -83,6 +83,8 @@ _CHINESE = {
     "undecided": "无法判定",
     "not run": "尚未运行",
     "no run reached the target": "没有运行达到目标",
+    "no seed has this number": "没有种子有此数值",
+    "seeds lost": "失败的种子",
     "one seed": "仅一个种子",
     "rows": "样本数",
     "classes": "类别数",
