@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedloom.cli.compare import _axis
 from fedloom.compare.cells import counted_alike, step_settings
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
@@ -89,6 +90,23 @@ def test_missing_data_is_reported_once_and_nothing_written(tmp_path: Path) -> No
     assert done.code == 2
     assert done.err.count("fedloom data get cifar10") == 1
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.1, 1e-3,.5", [0.1, 0.001, 0.5]),
+        ("mlp,logistic", ["mlp", "logistic"]),
+        ("[64,32],[16]", [[64, 32], [16]]),
+        ("[64,32]", [64, 32]),
+        ('"a,b.csv","c.csv"', ["a,b.csv", "c.csv"]),
+        ("{ kind = 'iid', clients = 4 },{ kind = 'shards' }", [{"kind": "iid", "clients": 4}, {"kind": "shards"}]),
+        ("[]", []),
+        ("", []),
+    ],
+)
+def test_values_of_an_axis_on_the_command_line(text: str, values: list[Any]) -> None:
+    assert _axis(f"model.widths={text}") == ("model.widths", values)
 
 
 @pytest.mark.parametrize(
