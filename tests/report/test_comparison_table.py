@@ -82,6 +82,13 @@ def test_methods_that_share_the_first_rank_are_all_bold() -> None:
     assert [f"\\textbf{{{m}}}" in latex.latex(asked, found) for m in values] == [False, True, True]
 
 
+def test_rounds_as_an_axis_are_those_of_the_grid_also_where_a_run_diverged() -> None:
+    own = [result("a", 0, [0.1, 0.2], "diverged")._replace(place=(rounds,)) for rounds in ("5", "ten")]
+    asked = question(("a",), 1, axes=("rounds",), places=(("5",), ("ten",)))
+    lines = list(csv.DictReader(io.StringIO(numbers.cells_csv(asked, own, "cells"))))
+    assert [line["rounds"] for line in lines] == ["5", "ten"]
+
+
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
     section = Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], (0,))
     assert text_table.narrowed(section, 200) == section
