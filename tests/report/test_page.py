@@ -345,6 +345,18 @@ def test_a_value_of_a_paper_has_the_marks_of_its_caveats() -> None:
     assert table.lines[0].cells[at][::4] == paper.lines[1].cells[1][::4] == ("0.4567", "?2")
 
 
+def test_lost_seeds_and_gains_of_a_loss_are_in_the_layout_of_the_paper() -> None:
+    loss = {"metric": "global/test/loss", "data": "x"}
+    spots = [
+        {"algorithm": "a", "mean": 0.4, "seeds": 2, "diverged": 1, "failed": 0, **loss},
+        {"algorithm": "gain of a", "data": "x", "metric": "relative gain, global/test/loss", "mean": 0.0632},
+    ]
+    layout = {"rows": "algorithm", "columns": ["data"]}
+    view = ComparisonView("c", "c", (), (seen_run(),), 1, {"layout": spots}, layout)
+    own, gain = content_of(view, "en").results[0].lines
+    assert (own.cells[1].text, own.cells[1].tag, gain.cells[1].text) == ("0.4", "1 diverged", "+6.32 %")
+
+
 def test_the_page_says_how_it_marks_a_choice() -> None:
     """A star marks it in the tables of files; the page has a tag."""
     rows = [{"algorithm": "ditto", "metric": "global/test/accuracy", "validation": 0.5, "chosen": True}]

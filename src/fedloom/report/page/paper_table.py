@@ -41,7 +41,7 @@ def _table(view: ComparisonView, spots: Spots, down: str, across: Sequence[str],
     lines = []
     for row in dict.fromkeys(str(spot.get(down)) for spot in spots):
         own = [[s for s in spots if str(s.get(down)) == row and _at(s, across) == column] for column in columns]
-        lines.append(PageLine((PageCell(row), *map(_ours, own))))
+        lines.append(PageLine((PageCell(row), *(_ours(each, say) for each in own))))
         if any(spot.get("paper") is not None for cell in own for spot in cell):
             lines.append(PageLine((PageCell(say("paper")), *(_theirs(view, each) for each in own)), "paper"))
     heads = (PageColumn(down), *(PageColumn(", ".join(column), True) for column in columns))
@@ -49,9 +49,11 @@ def _table(view: ComparisonView, spots: Spots, down: str, across: Sequence[str],
     return PageTable(heads, tuple(lines), title)
 
 
-def _ours(spots: Spots) -> PageCell:
+def _ours(spots: Spots, say: Say) -> PageCell:
     words = [with_spread(s.get("mean"), s.get("std"), str(s.get("metric"))).text for s in spots]
-    return PageCell(" / ".join(words), mark="best" if any(s.get("best") is True for s in spots) else "")
+    lost = [f"{spots[0][key]} {say(key)}" for key in ("diverged", "failed") if spots and spots[0].get(key)]
+    best = any(s.get("best") is True for s in spots)
+    return PageCell(" / ".join(words), mark="best" if best else "", tag=", ".join(lost))
 
 
 def _theirs(view: ComparisonView, spots: Spots) -> PageCell:
