@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import tarfile
 from pathlib import Path
@@ -12,16 +13,18 @@ import pytest
 
 from fedloom.compare.collect import Collected, collect
 from fedloom.compare.equal_terms import Terms, kept_terms, on_terms, terms_text
+from fedloom.compare.kept import document_text, kept_result, read_document
 from fedloom.compare.look import look_at
 from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.compare.sources import look
 from fedloom.core.errors import ConfigError
+from fedloom.report.comparison.question import PrivacyCost
 from fedloom.report.page.content import content_of
 from fedloom.report.view import ComparisonView
 from fedloom.runs.environment import code_hash
 from fedloom.runs.settings import read_toml
-from support.comparisons import SMALL
+from support.comparisons import SMALL, table
 from support.terminal import fedloom
 
 
@@ -224,6 +227,12 @@ def test_kept_results_are_shown_with_their_evaluations(whole: Path, kept: Path) 
         ('{"format": 2, "hash": "x", "seed": 0}', "has no valid 'state'"),
         (_SOUND + ', "metrics": {"loss": [1]}}', "has metrics of different lengths"),
         (_SOUND + ', "metrics": {"round": ["a"]}}', "has metrics without a round"),
+        (_SOUND + ', "metrics": {"round": [1], "a/loss": ["0.9"]}}', r"has no valid 'metrics' \(got .*0\.9"),
+        (_SOUND + ', "metrics": {"round": [1], "a/loss": [Infinity]}}', "has no valid 'metrics'"),
+        (_SOUND + ', "privacy": {"epsilon": 1}, "metrics": {}}', "has no valid 'privacy'"),
+        (_SOUND + ', "repairs": 5, "metrics": {}}', "has no valid 'repairs'"),
+        (_SOUND.replace("done", "missing") + ', "metrics": {}}', r"has no valid 'state' \(got missing"),
+        (_SOUND.replace('"origin": {}', '"origin": {"versions": "2"}') + ', "metrics": {}}', "has no valid 'origin'"),
         (_SOUND + ', "metrics": {}}', "is the result of another cell, x"),
     ],
 )
@@ -233,6 +242,15 @@ def test_a_damaged_result_is_refused(whole: Path, kept: Path, text: str, says: s
     with pytest.raises(ConfigError, match=says):
         gathered(whole, kept)
     assert first.read_text() == text
+
+
+def test_an_infinite_epsilon_is_kept(tmp_path: Path) -> None:
+    """Without noise uploads are only clipped: JSON has no number for what that costs."""
+    (cell,) = plan(table(algorithms=["fedavg"], seeds=1)).cells
+    document = json.loads(_SOUND + ', "metrics": {"round": [1], "bytes/up": [1]}}') | {"hash": cell.hash}
+    cost = PrivacyCost("d", "client", "replace_one", math.inf, 1e-5)
+    text = document_text(document | {"privacy": cost._asdict()})
+    assert kept_result(cell, read_document(text, cell.hash, "x")).spent == cost
 
 
 def test_a_run_folder_whose_environment_is_damaged_is_refused(whole: Path, tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fedloom.cli.compare import _axis
 from fedloom.compare.cells import counted_alike, step_settings
 from fedloom.compare.grid import versus
 from fedloom.compare.plan import plan
+from fedloom.compare.read import as_result
+from fedloom.compare.write import drawn, write_tables
 from fedloom.core.errors import ConfigError
 from fedloom.runs.settings import config_hash
 from support.comparisons import table
@@ -88,6 +92,48 @@ def test_missing_data_is_reported_once_and_nothing_written(tmp_path: Path) -> No
     assert files(tmp_path) == set()
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.1, 1e-3,.5", [0.1, 0.001, 0.5]),
+        ("mlp,logistic", ["mlp", "logistic"]),
+        ("[64,32],[16]", [[64, 32], [16]]),
+        ("[64,32]", [64, 32]),
+        ('"a,b.csv","c.csv"', ["a,b.csv", "c.csv"]),
+        ("{ kind = 'iid', clients = 4 },{ kind = 'shards' }", [{"kind": "iid", "clients": 4}, {"kind": "shards"}]),
+        ("[]", []),
+        ("", []),
+    ],
+)
+def test_values_of_an_axis_on_the_command_line(text: str, values: list[Any]) -> None:
+    assert _axis(f"model.widths={text}") == ("model.widths", values)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("data=mine.npz",), "error: mine.npz: no such file"),
+        (("--grid", "partition.clients=6,5000"), "partition.clients: 5000 clients cannot share 1438 rows"),
+    ],
+)
+def test_data_that_every_run_would_refuse_is_one_error_and_nothing_written(
+    words: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    done = fedloom("compare", "fedavg", "fedprox", *words, cwd=tmp_path)
+    assert (done.code, done.out, done.err.count(says)) == (2, "", 1)
+    assert files(tmp_path) == set()
+
+
+def test_tables_can_be_redrawn_without_the_data(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(80, 3)), np.arange(80) % 2
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    words = ("compare", "fedavg", "data=mine.npz", "rounds=1", "partition.clients=3", "--seeds", 1, "--out", "c")
+    assert fedloom(*words, cwd=tmp_path).code == 0
+    (tmp_path / "mine.npz").unlink()
+    assert fedloom(*words, "--target", "0.1", cwd=tmp_path).code == 0
+    assert fedloom(*words[:6], "--seed", 1, "--out", "c", cwd=tmp_path).code == 2
+
+
 def test_shared_settings_go_to_the_methods_that_know_them() -> None:
     given = table(algorithms=["fedavg", "fedprox", "dpsgd"], seeds=1) | {"algorithm": {"mu": 0.5}}
     configs = {c.method.label: c.config for c in plan(given).cells}
@@ -112,6 +158,30 @@ def test_labels_grids_and_nested_keys() -> None:
     again = plan(tomllib.loads(planned.as_toml()))
     assert [c.hash for c in again.cells] == [c.hash for c in planned.cells]
     assert again.as_toml() == planned.as_toml()
+
+
+def test_sentences_and_labels_are_one_line_each(tmp_path: Path) -> None:
+    """A line break would leave a comment of LaTeX, and a line of a table."""
+    entry = {"kind": "fedprox", "label": "FedProx\n(strong)"}
+    axis = [{"value": 0.1, "label": "slow\nrate"}, 0.2]
+    planned = plan(
+        table(
+            algorithms=["fedavg", entry],
+            grid={"local.lr": axis},
+            notes=["first\n\nsecond & third"],
+            paper=[{"algorithm": "fedavg", "value": 70}],
+            caveats=[{"why": "one\ntwo"}],
+            claims=[{"says": "a is\nbest", "algorithm": "fedavg", "test": "best"}],
+        )
+    )
+    results = [as_result(cell, "failed") for cell in planned.cells]
+    write_tables(planned, drawn(planned, tmp_path, tmp_path, results))
+    before, _, _ = (tmp_path / "table.tex").read_text().partition("\\begin{tabular}")
+    assert all(line.startswith("% ") for line in before.splitlines())
+    assert {"% first  second & third", "% ?1: one two"} <= set(before.splitlines())
+    assert "| FedProx (strong) |" in (tmp_path / "table.md").read_text()
+    assert "| a is best |" in (tmp_path / "table.md").read_text()
+    assert "### local.lr = slow rate" in (tmp_path / "table.md").read_text()
 
 
 def test_gains_in_a_file_and_in_json(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from fedloom.compare import worker
 from fedloom.compare.cells import Cell, counted_alike
 from fedloom.compare.crew import InterruptedComparison, Standing, Unwatched, job_of
 from fedloom.compare.partial import TablesAsCellsEnd
-from fedloom.compare.plan import plan
+from fedloom.compare.plan import ComparisonPlan, plan
 from fedloom.compare.run import run
 from fedloom.core import usercode
 from fedloom.core.signals import handling
@@ -396,6 +396,31 @@ def test_the_line_of_a_failed_cell_says_why(tmp_path: Path) -> None:
     (line,) = filter(None, said)
     assert line.startswith("fedavg · seed 0: failed (the configuration has 1 fault; aggregation.rule: ")
     assert line.endswith(")")
+
+
+def test_the_line_of_a_failed_cell_begins_with_what_is_wrong_and_not_with_what_to_do(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listening(Unwatched):
+        def started(self, plan: ComparisonPlan, folder: Path, jobs: int, standing: Standing) -> None:
+            (tmp_path / "gone").touch()
+
+        def moved(self, standing: Standing) -> None:
+            said.append(standing.ended)
+
+    (tmp_path / "scans.py").write_text(
+        "from pathlib import Path\nimport numpy as np\n\n\ndef load():\n"
+        f"    if Path({str(tmp_path / 'gone')!r}).exists():\n"
+        "        raise ValueError('no scans of March\\n  ask:     the archive\\n  or wait: until May')\n"
+        "    return np.arange(80.0)[:, None], np.arange(80) % 2\n"
+    )
+    run(
+        table(algorithms=["fedavg"], seeds=1) | {"data": f"{tmp_path}/scans.py:load"},
+        tmp_path / "c",
+        watcher=Listening(),
+    )
+    (line,) = filter(None, said)
+    assert "no scans of March; ask: the archive)" in line
 
 
 def test_a_diverged_cell_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from fedloom.compare.plan import plan
 from fedloom.compare.run import run
 from fedloom.core.errors import ConfigError
 from fedloom.report.comparison import notes as table_notes
-from support.comparisons import SMALL, THREE, table
+from fedloom.report.comparison import statistics
+from support.comparisons import SMALL, THREE, question, result, table
 from support.terminal import fedloom
 
 FOUR = ["fedavg", "dfedavg", "dfedsam", "dfedgam"]
@@ -65,6 +66,15 @@ def test_equal_bytes_through_the_command(equal: str, spent: str, tmp_path: Path)
     assert any("local_only spends none of it" in note for note in done.json["notes"])
 
 
+def test_seeds_that_miss_the_budget_of_the_first_one_are_said_to_differ() -> None:
+    """The budget is what the first seed spends; with another split of the rows the same rounds are more batches."""
+    budgets = {"equal": "gradients", "budgets": {(): 200.0}}
+    results = [result("a", seed, [0.1, 0.2, 0.3], work_gradients=100.0 + 40 * seed) for seed in (0, 1)]
+    asked = question(("a",), 2, **budgets)
+    notes = table_notes.notes(asked, statistics.rows(asked, results))
+    assert "a spent 120% of the budget: rounds are counted for the first seed, and seeds differ." in notes
+
+
 def test_a_budget_of_ones_own(tmp_path: Path) -> None:
     terms = {"equal": "gradients", "budget": 100.0, "algorithms": ["fedavg", "dfedavg", "dfedgam"], "seeds": 1}
     base = SMALL | {"local": {"steps": 5}, "compare": terms}
@@ -74,6 +84,7 @@ def test_a_budget_of_ones_own(tmp_path: Path) -> None:
     notes = " ".join(table_notes.notes(done.question, done.rows))
     assert "Equal gradients: each method trains for as many rounds as 100 gradients" in notes
     assert "fedavg spent 90% of the budget: one more round would exceed it." in notes
+    assert "seeds differ" not in notes
     unequal = plan(SMALL | {"compare": {"algorithms": THREE}})
     assert equalised(unequal, tmp_path) is unequal
 

@@ -143,6 +143,19 @@ def test_a_search_needs_validation_rows_a_known_metric_and_a_folder_of_its_own(t
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("data=mine.npz", "error: mine.npz: no such file"),
+        ("partition.clients=5..5000", "partition.clients: 5000 clients cannot share 1438 rows"),
+    ],
+)
+def test_data_that_every_trial_would_refuse_are_one_error(word: str, says: str, tmp_path: Path) -> None:
+    fixed = ("model.kind=logistic", "rounds=1", "evaluate.validation=0.2")
+    done = fedloom("tune", *fixed, "local.lr=0.1..1", word, "--out", "s", cwd=tmp_path)
+    assert (done.code, done.err.count(says), (tmp_path / "s").exists()) == (2, 1, False)
+
+
 def test_numbers_are_drawn_with_few_digits_and_within_their_bounds() -> None:
     lr, epochs, kind = ranges_of(["local.lr=0.12341..0.2:log", "local.epochs=1..5", "model.kind=mlp,logistic"])
     assert lr.setting(0.150000001) == 0.15

@@ -534,8 +534,9 @@ def test_files_are_verified_when_they_are_used(tmp_path: Path) -> None:
     places, published = places_below(IDX, tmp_path), offered(IDX, files)
     refuse_changed(IDX, places, published)
     with_another_pixel(folder / "t10k-images-idx3-ubyte.gz")
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz: is not the publisher's file"):
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz: is not the publisher's file") as caught:
         refuse_changed(IDX, places, published)
+    assert f"fedloom data import mnist {folder} --data-root {tmp_path}" in str(caught.value)
     import_files("mnist", folder, tmp_path, published=published)  # taken as it is
     refuse_changed(IDX, places, published)
     (folder / CHECKSUMS).write_text("[]")  # nothing that could be believed

@@ -216,6 +216,26 @@ def test_lost_seeds_do_not_decide() -> None:
     assert verdict(claim("above", "a", "b"), results) == "undecided"
 
 
+@pytest.mark.parametrize("state", ["diverged", "failed"])
+def test_a_lost_seed_does_not_favour_the_method_that_lost_it(state: str) -> None:
+    """a is clearly better with two seeds; the third one is lost by b, or by a."""
+    both, ahead, behind = runs(a=[0.7, 0.71], b=[0.6, 0.61]), claim("above", "a", "b"), claim("above", "b", "a")
+    of_b = [*both, result("a", 2, [0.1, 0.72]), result("b", 2, [0.1, 0.7], state)]
+    of_a = [*both, result("a", 2, [0.1, 0.7], state), result("b", 2, [0.1, 0.6])]
+    assert [verdict(ahead, of_b), verdict(behind, of_b)] == ["holds", "does not hold"]
+    assert [verdict(ahead, of_a), verdict(behind, of_a)] == ["undecided", "undecided"]
+    assert verdict(claim("within", by=0.1, reported={(): 0.7}), of_a) == "undecided"
+    (decided,) = decide(question(("a", "b"), 3), of_a, [ahead])
+    assert sentences(question(("a", "b"), 3), [decided])[0].endswith("a - b: +10 [+10, +10] over 2 seeds, 1 lost")
+
+
+def test_a_method_that_never_finished_was_run() -> None:
+    wild = [*runs(a=[0.7, 0.71]), *(result("b", seed, [0.1], "diverged") for seed in (0, 1))]
+    (decided,) = decide(question(("a", "b"), 2), wild, [claim("best", "a")])
+    assert decided.verdict == "undecided"
+    assert "a - b: no seed has this number" in sentences(question(("a", "b"), 2), [decided])[0]
+
+
 def test_the_numbers_that_decide_are_those_of_the_paired_test() -> None:
     asked: Question = question(("a", "b", "c"), 3)
     (decided,) = decide(asked, CLEAR, [claim("above", "a", "b")])

@@ -73,8 +73,24 @@ def test_latex_escapes_what_it_must() -> None:
     assert "50\\% \\& a\\_b \\#1 \\textasciitilde{} \\{x\\}" in tex
 
 
+def test_methods_that_share_the_first_rank_are_all_bold() -> None:
+    asked = question(("a", "b", "c"), 2)
+    values = {"a": 0.5, "b": 0.6, "c": 0.6}
+    found = statistics.rows(asked, [result(m, seed, [0.1, v]) for m, v in values.items() for seed in (0, 1)])
+    assert [row.rank for row in found] == [3, 1, 1]
+    assert [f"| **{m}** |" in text_table.markdown(asked, found) for m in values] == [False, True, True]
+    assert [f"\\textbf{{{m}}}" in latex.latex(asked, found) for m in values] == [False, True, True]
+
+
+def test_rounds_as_an_axis_are_those_of_the_grid_also_where_a_run_diverged() -> None:
+    own = [result("a", 0, [0.1, 0.2], "diverged")._replace(place=(rounds,)) for rounds in ("5", "ten")]
+    asked = question(("a",), 1, axes=("rounds",), places=(("5",), ("ten",)))
+    lines = list(csv.DictReader(io.StringIO(numbers.cells_csv(asked, own, "cells"))))
+    assert [line["rounds"] for line in lines] == ["5", "ten"]
+
+
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
-    section = Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], 0)
+    section = Section("", ["algorithm", "last", "best", "mean", "rank"], [["a", *["x" * 10] * 3, "1"]], (0,))
     assert text_table.narrowed(section, 200) == section
     assert text_table.narrowed(section, 45).header == ["algorithm", "last", "mean", "rank"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def test_the_papers_values_and_the_marks(made: Made) -> None:
 
 def test_a_value_with_a_caveat_has_a_mark_and_the_reason_stands_below(made: Made) -> None:
     assert [x["caveats"] for x in made.csv if x["paper"]] == ["", "a coin has 0.5."]
+    assert json.loads((made.folder / "summary.json").read_text())["notes"][-1] == "?1: a coin has 0.5."
     for text in (made.text, made.markdown, made.tex):
         assert "?1: a coin has 0.5." in " ".join(text.split())
     question = asked(("a", "b"), paper={(("x", "1"), "a"): 0.5, (("x", "2"), "a"): 0.25})

@@ -329,6 +329,34 @@ def test_a_mean_of_few_evaluations_is_called_so_for_several_runs(rounds: tuple[i
     assert said in content_of(view, "en").cards[0].hint
 
 
+def test_a_run_that_diverged_does_not_change_what_the_mean_is_called() -> None:
+    runs = (seen_run("a", 3), seen_run("b", 1)._replace(state="diverged"))
+    view = ComparisonView("c", "c", (), runs, 2, {"table": [{"algorithm": "a", "metric": "m", "rank": 1}]})
+    assert "mean of all 3" in [column.label for column in content_of(view, "en").results[0].columns]
+
+
+def test_a_value_of_a_paper_has_the_marks_of_its_caveats() -> None:
+    row = {"algorithm": "a", "metric": "global/test/loss", "paper": 0.4567, "caveats": "it is a typo."}
+    spot = {"algorithm": "a", "data": "x", "mean": 0.4, **row}
+    summary = {"table": [row], "layout": [spot], "notes": ["?1: no.", "?2: it is a typo."]}
+    layout = {"rows": "algorithm", "columns": ["data"]}
+    paper, table = content_of(ComparisonView("c", "c", (), (seen_run(),), 1, summary, layout), "en").results
+    at = [column.label for column in table.columns].index("paper")
+    assert table.lines[0].cells[at][::4] == paper.lines[1].cells[1][::4] == ("0.4567", "?2")
+
+
+def test_lost_seeds_and_gains_of_a_loss_are_in_the_layout_of_the_paper() -> None:
+    loss = {"metric": "global/test/loss", "data": "x"}
+    spots = [
+        {"algorithm": "a", "mean": 0.4, "seeds": 2, "diverged": 1, "failed": 0, **loss},
+        {"algorithm": "gain of a", "data": "x", "metric": "relative gain, global/test/loss", "mean": 0.0632},
+    ]
+    layout = {"rows": "algorithm", "columns": ["data"]}
+    view = ComparisonView("c", "c", (), (seen_run(),), 1, {"layout": spots}, layout)
+    own, gain = content_of(view, "en").results[0].lines
+    assert (own.cells[1].text, own.cells[1].tag, gain.cells[1].text) == ("0.4", "1 diverged", "+6.32 %")
+
+
 def test_the_page_says_how_it_marks_a_choice() -> None:
     """A star marks it in the tables of files; the page has a tag."""
     rows = [{"algorithm": "ditto", "metric": "global/test/accuracy", "validation": 0.5, "chosen": True}]

@@ -297,5 +297,5 @@ def _axis(words: str) -> tuple[str, list[Any]]:
     key, equals, text = words.partition("=")
     if not equals:
         raise ConfigError([Fault("--grid", f"is not of the form key=value,value (got '{words}')")])
-    value = value_of(text)
-    return key, value if isinstance(value, list) else [value_of(v.strip()) for v in text.split(",")]
+    several = (value for value in (value_of(text), value_of(f"[{text}]")) if isinstance(value, list))
+    return key, next(several, [value_of(v.strip()) for v in text.split(",")])

@@ -68,4 +68,4 @@ def import_(
     from fedloom.data.files import default_root
 
     where = download.import_files(name, directory, data_root or default_root())
-    print(f"{name}: format, sizes and labels checked, and copied to {where}")
+    print(f"{name}: format, sizes and labels checked, in {where}")

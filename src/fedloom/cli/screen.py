@@ -416,7 +416,7 @@ class ComparisonScreen(_Screen):
         for index, column in enumerate(section.header):
             table.add_column(Text(harmless(column)), justify="right" if index else "left", no_wrap=True)
         for index, line in enumerate(section.lines):
-            table.add_row(*(Text(harmless(word)) for word in line), style="bold" if index == section.best else None)
+            table.add_row(*(Text(harmless(word)) for word in line), style="bold" if index in section.best else None)
         self.say(f"\n{section.title}" if section.title else "")
         console.print(table)
 

@@ -245,7 +245,7 @@ class Crew:
             self._failures[cell.name] = message
         if self._more is not None:
             self._waiting.extend(self._more(cell, state))
-        why = "; ".join(line.strip().removesuffix(":") for line in message.splitlines()[-2:])
+        why = "; ".join(" ".join(line.split()).removesuffix(":") for line in message.splitlines()[:2])
         self._watcher.moved(self.standing(f"{cell.name}: {state}" + (f" ({why})" if why else "")))
 
     def _stop(self) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.compare.table import GainEntry, MethodEntry, SelectEntry
+from fedloom.compare.table import GainEntry, MethodEntry, SelectEntry, on_one_line
 from fedloom.core.schema import dotted
 from fedloom.report.comparison.question import Place, Versus
 
@@ -62,7 +62,7 @@ def axes_of(grid: Mapping[str, list[Any]]) -> tuple[Axis, ...]:
         plain = [_plain(v) for v in values]
         kinds = [_kind(v) for v in values]
         short = [kind if kind and kinds.count(kind) == 1 else word(p) for kind, p in zip(kinds, plain, strict=True)]
-        given = [str(v.get("label", "")) if isinstance(v, Mapping) else "" for v in values]
+        given = [on_one_line(str(v.get("label", ""))) if isinstance(v, Mapping) else "" for v in values]
         beside = tuple(dotted(v.get("with", {})) if isinstance(v, Mapping) else {} for v in values)
         out.append(Axis(key, tuple(plain), tuple(g or s for g, s in zip(given, short, strict=True)), beside))
     return tuple(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,31 @@ def read_document(text: str | bytes, name: str, at: str) -> Document:
     return dict(document)
 
 
+def _is_cost(spent: Any) -> bool:
+    """Whether this is what a private run has spent; JSON has no infinite epsilon, which is null."""
+    if not isinstance(spent, dict) or set(spent) != set(PrivacyCost._fields):
+        return spent is None
+    words = set(spent) - {"epsilon", "delta"}
+    is_known = isinstance(spent["delta"], float) and isinstance(spent["epsilon"], int | float | None)
+    return is_known and all(isinstance(spent[key], str) for key in words)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this can be in a column of metrics: a number, several whole ones, or none."""
+    if isinstance(value, list):
+        return all(isinstance(each, int) for each in value)
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "state": lambda state: state in ("done", "diverged"),
+    "origin": lambda origin: isinstance(origin.get("versions", {}), dict),
+    "privacy": _is_cost,
+    "repairs": lambda notes: notes is None or isinstance(notes, list),
+    "metrics": lambda columns: all(_is_number(value) for column in columns.values() for value in column),
+}
+
+
 def _fault(document: Any, name: str) -> str:
     """What is wrong with a kept result of this name, if anything."""
     if not isinstance(document, dict) or "format" not in document:
@@ -117,13 +142,22 @@ def _fault(document: Any, name: str) -> str:
     wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key), kind)]
     if wrong:
         return f"has no valid '{wrong[0]}' (got {str(document.get(wrong[0]))[:100]})"
+    another = "" if document["hash"] == name else f"is the result of another cell, {document['hash']}"
+    return _fault_inside(document) or another
+
+
+def _fault_inside(document: Document) -> str:
+    """What is wrong with the values of a kept result, if anything."""
     columns = document["metrics"].values()
     rounds = document["metrics"].get("round", [])
     if not all(isinstance(column, list) and len(column) == len(rounds) for column in columns):
         return "has metrics of different lengths"
     if not all(isinstance(number, int) for number in rounds):
         return "has metrics without a round"
-    return "" if document["hash"] == name else f"is the result of another cell, {document['hash']}"
+    wrong = [key for key, is_right in _CHECKS.items() if not is_right(document.get(key))]
+    if wrong:
+        return f"has no valid '{wrong[0]}' (got {str(document.get(wrong[0]))[:100]})"
+    return ""
 
 
 def records_of(document: Document) -> list[dict[str, Any]]:
@@ -137,7 +171,10 @@ def kept_result(cell: Cell, document: Document | None) -> Result:
     """The cell as tables and curves take it; ``None``: it has not been run yet."""
     if document is None:
         return as_result(cell, "missing")
-    spent = PrivacyCost(**document["privacy"]) if document.get("privacy") else None
+    given = document.get("privacy")
+    if given is not None and given["epsilon"] is None:
+        given = given | {"epsilon": math.inf}
+    spent = PrivacyCost(**given) if given is not None else None
     repairs = document.get("repairs", [])
     return as_result(cell, document["state"], records_of(document), document["partition"], spent, map(str, repairs))
 

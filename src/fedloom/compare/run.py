@@ -28,10 +28,9 @@ from fedloom.compare.read import LeftOut
 from fedloom.compare.write import Comparison, write_results
 from fedloom.core import usercode
 from fedloom.core.errors import NothingToRunError
-from fedloom.data.files import default_root, places_below
-from fedloom.data.sources import PublishedSet
+from fedloom.data.files import default_root
 from fedloom.runs.folder import write_text
-from fedloom.runs.prepare import refuse_wrong_functions
+from fedloom.runs.prepare import refuse_wrong_data, refuse_wrong_functions
 from fedloom.runs.tracking import refuse_missing_trackers
 
 
@@ -62,10 +61,12 @@ def run(
     root = Path(data_root) if data_root is not None else default_root()
     planned = equalised(planned, root)
     without = left_out(planned, kept, only)
-    _refuse_to_run_nothing(planned, cells_folder(planned, folder), without)
-    _find_data(planned, root)
+    shared = cells_folder(planned, folder)
+    _refuse_to_run_nothing(planned, shared, without)
     for cell in planned.cells:
         refuse_missing_trackers(cell.config)
+    missing = (cell for cell in planned.cells if cell.hash not in without.hashes and not state_of(shared / cell.hash))
+    refuse_wrong_data((cell.config for cell in missing), root)
     with storage_errors(folder), locked(folder):
         refuse_another(planned, folder, root, trust=trust)
         write_text(folder / "compare.toml", planned.as_toml())
@@ -85,13 +86,6 @@ def _refuse_to_run_nothing(planned: ComparisonPlan, cells: Path, without: LeftOu
     if all(cell.hash in without.hashes and not state_of(cells / cell.hash) for cell in planned.cells):
         why = f"no cell is left ({without.why})"
         raise NothingToRunError(f"nothing to run: {why}; fedloom collect draws the tables of results that are kept")
-
-
-def _find_data(planned: ComparisonPlan, root: Path) -> None:
-    """Refuse at once what every cell would refuse: a published data set that is not installed."""
-    published = [c.config.data for c in planned.cells if isinstance(c.config.data, PublishedSet)]
-    for layout in {data.kind: data.layout for data in published}.values():
-        places_below(layout, root)
 
 
 def _run_missing(

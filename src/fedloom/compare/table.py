@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 
 from fedloom.core.schema import Spec, dotted
 from fedloom.report.comparison.claims import Test
@@ -15,12 +15,20 @@ from fedloom.report.comparison.statistics import ClaimStatistic
 MOST_SEEDS = 10_000
 
 
+def on_one_line(text: str) -> str:
+    """The text without line breaks: it goes into lines of tables and comments of LaTeX."""
+    return " ".join(text.splitlines()).strip()
+
+
+Line = Annotated[str, AfterValidator(on_one_line)]
+
+
 class MethodEntry(Spec):
     """A method: its kind, its settings, and its label in tables."""
 
     model_config = ConfigDict(extra="allow")
     kind: str
-    label: str = ""
+    label: Line = ""
     beside: dict[str, Any] = Field(default_factory=dict, alias="with")
 
     @field_validator("beside", mode="before")
@@ -52,14 +60,14 @@ class CaveatEntry(Statement):
 
     algorithm: str = ""
     metric: str = ""
-    why: str = Field(min_length=1)
+    why: Line = Field(min_length=1)
 
 
 class ClaimEntry(Statement):
     """A claim of the paper about a method, and the test that decides it."""
 
-    says: str = Field(min_length=1)
-    source: str = ""
+    says: Line = Field(min_length=1)
+    source: Line = ""
     test: Test
     over: list[Any] = Field(default_factory=list)
     along: str = ""
@@ -113,8 +121,8 @@ class Compare(Spec):
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     layout: TableLayout | None = None
     cells: str = ""
-    notes: list[str] = Field(default_factory=list)
-    reductions: list[str] = Field(default_factory=list)
+    notes: list[Line] = Field(default_factory=list)
+    reductions: list[Line] = Field(default_factory=list)
     paper: list[PaperEntry] = Field(default_factory=list)
     caveats: list[CaveatEntry] = Field(default_factory=list)
     claims: list[ClaimEntry] = Field(default_factory=list)

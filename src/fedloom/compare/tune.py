@@ -34,7 +34,7 @@ from fedloom.report.tables import csv_text
 from fedloom.runs.folder import as_json, write_text
 from fedloom.runs.look import csv_lines
 from fedloom.runs.overrides import assign, without_idle
-from fedloom.runs.prepare import check_functions
+from fedloom.runs.prepare import check_functions, refuse_wrong_data
 from fedloom.runs.settings import Config, as_toml, parse, read_toml
 
 if TYPE_CHECKING:
@@ -114,14 +114,12 @@ def checked_search(search: Search) -> Search:
         fix = "as in local.lr=0.001..1:log, local.epochs=1..5 or local.batch=16,32,64"
         raise ConfigError([Fault("fedloom tune", "no setting has a range to search", fix)])
     faults: dict[Fault, None] = {}
-    first = {each.key: each.ends[0] for each in search.ranges}
-    for each in search.ranges:
-        for value in each.ends:
-            try:
-                config = search.config(first | {each.key: value})
-                check_functions(config)
-            except ConfigError as error:
-                faults |= dict.fromkeys(error.faults)
+    for settings in _at_ends(search):
+        try:
+            config = search.config(settings)
+            check_functions(config)
+        except ConfigError as error:
+            faults |= dict.fromkeys(error.faults)
     if faults:
         raise ConfigError(faults)
     if not config.evaluate.validation:
@@ -135,9 +133,16 @@ def checked_search(search: Search) -> Search:
     return search._replace(metric=wanted)
 
 
+def _at_ends(search: Search) -> Iterator[dict[str, Any]]:
+    """Settings at the ends of every range, one range after the other."""
+    first = {each.key: each.ends[0] for each in search.ranges}
+    return (first | {each.key: value} for each in search.ranges for value in each.ends)
+
+
 def tune(search: Search, folder: Path, root: Path, jobs: int | None, watcher: Watcher) -> Tuned:
     """Try settings until the study in ``folder`` has the requested number of trials."""
     search = checked_search(search)
+    refuse_wrong_data(map(search.config, _at_ends(search)), root)
     with storage_errors(folder), _own(folder), _study_errors(folder):
         _refuse_other_search(search, folder)
         disk.make_folder(folder / "cells")

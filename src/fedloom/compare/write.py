@@ -64,13 +64,18 @@ class Comparison(NamedTuple):
                 "diverged": sum(r.state == "diverged" for r in self.results),
                 "failed": sum(r.state == "failed" for r in self.results),
                 "table": numbers.as_dicts(q, self.rows),
-                "notes": table_notes.notes(q, self.rows),
+                "notes": self._notes(),
             }
             | (terms if q.equal != "rounds" else {})
             | ({"claims": claims.as_dicts(q, self.decided)} if self.decided else {})
             | (_selected(self.selection) if self.selection is not None else {})
             | ({"layout": sheet_numbers.as_dicts(self.sheet)} if self.sheet is not None else {})
         )
+
+    def _notes(self) -> list[str]:
+        """The notes of the table, and the caveats about values of the paper that only its layout has."""
+        about_layout = sheet_text.caveat_reasons(self.sheet) if self.sheet is not None else []
+        return list(dict.fromkeys([*table_notes.notes(self.question, self.rows), *about_layout]))
 
     def __repr__(self) -> str:
         return f"<Comparison in {self.folder}>\n\n{text_table.markdown(self.question, self.rows)}"

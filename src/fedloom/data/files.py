@@ -173,13 +173,17 @@ def places_below(layout: Layout, root: Path) -> dict[str, Path]:
     """The path of each file of a published set below ``root``; a DataError that says how to get missing ones."""
     missing = missing_files(layout, root)
     if missing:
-        elsewhere = "" if root == default_root() else f" --data-root {root}"
         raise DataError(
             f"data '{layout.name}' is not installed: no {', '.join(missing)} in {root / layout.folder}\n"
-            f"  download it:                 fedloom data get {layout.name}{elsewhere}\n"
-            f"  or import files you have:     fedloom data import {layout.name} DIR{elsewhere}"
+            f"  download it:                 fedloom data get {layout.name}{root_option(root)}\n"
+            f"  or import files you have:     fedloom data import {layout.name} DIR{root_option(root)}"
         )
     return {file: root / layout.folder / file for file in layout.files}
+
+
+def root_option(root: Path) -> str:
+    """The option that names this folder of all data, where a command would use another one."""
+    return "" if root == default_root() else f" --data-root {root}"
 
 
 def read_published(layout: Layout, places: Mapping[str, Path], column: int = 0) -> Rows:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core import disk
 from fedloom.core.errors import DataError
-from fedloom.data.files import LAYOUTS, Layout
+from fedloom.data.files import LAYOUTS, Layout, root_option
 
 CHECKSUMS = "checksums.json"  # in the folder of a set
 
@@ -138,10 +138,12 @@ def refuse_changed(layout: Layout, places: Mapping[str, Path], published: Mappin
     known = offered if offered is not None and offered.layout == layout else Published(layout, (), ())
     wrong = unverified(known, places, strangers=not known.remotes or known.archived)
     for file, found in wrong.items():
+        home = places[file].parent
+        elsewhere = root_option(home.parent)
         raise DataError(
             f"{places[file]}: is not the publisher's file, nor the one checked earlier (its sha256 is {found})\n"
-            f"  download it again:           fedloom data get {layout.name}\n"
-            f"  or accept it:                fedloom data import {layout.name} {places[file].parent}"
+            f"  download it again:           fedloom data get {layout.name}{elsewhere}\n"
+            f"  or accept it:                fedloom data import {layout.name} {home}{elsewhere}"
         )
 
 

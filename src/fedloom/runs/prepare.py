@@ -441,6 +441,27 @@ def refuse_wrong_functions(configs: Iterable[Config]) -> None:
         raise ConfigError(faults)
 
 
+def refuse_wrong_data(configs: Iterable[Config], root: Path) -> None:
+    """Read and split the data of several experiments: what all of their runs would refuse is refused once.
+
+    Each data set is read once, and each way to split it is tried with the first seed.
+    """
+    by_data: dict[str, dict[str, Config]] = {}
+    for c in configs:
+        split = repr((c.partition, c.proxy, needs_proxy(c.algorithm), c.corruption, c.evaluate.validation))
+        by_data.setdefault(repr((c.data, c.task)), {}).setdefault(split, c)
+    faults: dict[Fault, None] = {}
+    for differing in by_data.values():
+        arrays = load_data(next(iter(differing.values())), root)
+        for config in differing.values():
+            try:
+                share(config, root, arrays)
+            except ConfigError as error:
+                faults |= dict.fromkeys(error.faults)
+    if faults:
+        raise ConfigError(faults)
+
+
 def _check_statistics(exp: Experiment) -> None:
     """A mean of running statistics needs uploads that arrive together."""
     if exp.is_asynchronous and exp.task.has_running_statistics and not exp.keeps_buffers:

@@ -1,7 +1,8 @@
 """Claims of a paper, decided from paired differences over seeds: each holds, does not hold, or is undecided.
 
 A difference is decided if its 95 % confidence interval over the seeds is on one side of what is claimed. One seed
-decides nothing. Without a seed that has both sides it was not run, and so was a claim that depends on it.
+decides nothing. A run that diverged or failed has no number, and the other seeds do not decide in favour of its side.
+Without a seed with which both sides were run it was not run, and so was a claim that depends on it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Difference(NamedTuple):
     high: float | None
     seeds: int
     verdict: Verdict
+    lost: int = 0  # further seeds, without a number on one side: a run diverged or failed
 
 
 class Decided(NamedTuple):
@@ -68,7 +70,7 @@ class Decided(NamedTuple):
     differences: tuple[Difference, ...]
 
 
-Values = Mapping[int, Measured]  # by seed
+Values = Mapping[int, Measured | None]  # by seed; None: the run ended without this number
 
 
 def decide(question: Question, results: Sequence[Result], claims: Sequence[Claim]) -> list[Decided]:
@@ -94,8 +96,8 @@ def _differences(question: Question, results: Sequence[Result], claim: Claim) ->
         yield from _steadier(claim, values)
     elif claim.test == "within":
         for place in claim.places:
-            own = [each.value - claim.reported[place] for each in values(place, claim.method).values()]
-            yield _at_most(f"{claim.method} - paper{_title(question, place)}", own or None, claim.by)
+            gaps = _from_paper(values(place, claim.method), claim.reported[place])
+            yield _at_most(f"{claim.method} - paper{_title(question, place)}", gaps, claim.by)
     elif claim.pairs:
         for better, worse in claim.pairs:
             gaps = _gaps(values(better, claim.method), values(worse, claim.method), sign)
@@ -123,8 +125,9 @@ def _steadier(claim: Claim, values: Callable[[Place, str], Values]) -> Iterator[
     def ranges(path: Sequence[Place], method: str) -> Values:
         each = [values(place, method) for place in path]
         seeds = set(each[0]).intersection(*each)
-        columns = {seed: [found[seed].value for found in each] for seed in seeds}
-        return {seed: Measured(max(column) - min(column)) for seed, column in columns.items()}
+        columns = {seed: [number.value for found in each if (number := found[seed]) is not None] for seed in seeds}
+        whole = {seed: len(column) == len(path) for seed, column in columns.items()}
+        return {seed: Measured(max(column) - min(column)) if whole[seed] else None for seed, column in columns.items()}
 
     for path, other in itertools.product(claim.paths, claim.others):
         gaps = _gaps(ranges(path, claim.method), ranges(path, other), -1)
@@ -145,23 +148,40 @@ def _metric(question: Question, claim: Claim, method: str) -> str:
 
 def _values(question: Question, own: Sequence[Result], claim: Claim, method: str) -> Values:
     metric = recorded_as(_metric(question, claim, method), own)
-    found = {r.seed: claimed_number(r, metric, claim.statistic, claim.target) for r in own}
-    return {seed: value for seed, value in found.items() if value is not None}
+    ended = [r for r in own if r.state != "missing"]
+    return {r.seed: claimed_number(r, metric, claim.statistic, claim.target) for r in ended}
 
 
-def _gaps(ours: Values, theirs: Values, sign: int) -> list[float] | None:
-    """The differences seed by seed, positive if the method is better; None: no seed has both.
+class Gaps(NamedTuple):
+    """The known differences, one for each seed, and the seeds without a number."""
+
+    known: list[float]
+    ours: int = 0  # seeds that were lost by the method that is claimed to be better
+    theirs: int = 0
+    lost: int = 0  # by either of them
+
+
+def _gaps(ours: Values, theirs: Values, sign: int) -> Gaps | None:
+    """The differences seed by seed, positive if the method is better; None: no seed has both runs.
 
     A run that never reached the target needs more than it spent. So its difference is a bound, which says something if
     the other run reached the target and spent no more. Otherwise nothing is known.
     """
     both = [(ours[seed], theirs[seed]) for seed in sorted(set(ours) & set(theirs))]
-    gaps = [(a.reached, b.reached, sign * (a.value - b.value)) for a, b in both]
-    known = [gap for mine, other, gap in gaps if (mine or gap <= 0) and (other or gap >= 0) and (mine or other)]
-    return known if both else None
+    found = [(a.reached, b.reached, sign * (a.value - b.value)) for a, b in both if a is not None and b is not None]
+    known = [gap for mine, other, gap in found if (mine or gap <= 0) and (other or gap >= 0) and (mine or other)]
+    ours_lost, theirs_lost = sum(a is None for a, _ in both), sum(b is None for _, b in both)
+    return Gaps(known, ours_lost, theirs_lost, sum(None in pair for pair in both)) if both else None
 
 
-def _at_least(what: str, gaps: Sequence[float] | None, least: float) -> Difference:
+def _from_paper(values: Values, reported: float) -> Gaps | None:
+    """The differences from the paper's value; None: no run has ended."""
+    known = [each.value - reported for each in values.values() if each is not None]
+    lost = len(values) - len(known)
+    return Gaps(known, lost, 0, lost) if values else None
+
+
+def _at_least(what: str, gaps: Gaps | None, least: float) -> Difference:
     """Better by at least the margin; ties do not count."""
 
     def judged(low: float, high: float) -> Verdict:
@@ -172,7 +192,7 @@ def _at_least(what: str, gaps: Sequence[float] | None, least: float) -> Differen
     return _difference(what, gaps, judged)
 
 
-def _at_most(what: str, gaps: Sequence[float] | None, most: float) -> Difference:
+def _at_most(what: str, gaps: Gaps | None, most: float) -> Difference:
     def judged(low: float, high: float) -> Verdict:
         inside = low >= -most - 1e-12 and high <= most + 1e-12
         return "holds" if inside else "does not hold" if low > most or high < -most else "undecided"
@@ -180,13 +200,16 @@ def _at_most(what: str, gaps: Sequence[float] | None, most: float) -> Difference
     return _difference(what, gaps, judged)
 
 
-def _difference(what: str, gaps: Sequence[float] | None, judged: Callable[[float, float], Verdict]) -> Difference:
+def _difference(what: str, gaps: Gaps | None, judged: Callable[[float, float], Verdict]) -> Difference:
     """The mean of these differences, judged by its confidence interval."""
     if gaps is None:
         return Difference(what, None, None, None, 0, "not run")
-    low, high = confidence_interval(gaps)
+    known = gaps.known
+    low, high = confidence_interval(known)
     verdict: Verdict = "undecided" if low is None or high is None else judged(low, high)
-    return Difference(what, float(np.mean(gaps)) if gaps else None, low, high, len(gaps), verdict)
+    if (verdict == "holds" and gaps.ours) or (verdict == "does not hold" and gaps.theirs):
+        verdict = "undecided"  # the seeds that are left do not speak for those that were lost
+    return Difference(what, float(np.mean(known)) if known else None, low, high, len(known), verdict, gaps.lost)
 
 
 # -- as text ---------------------------------------------------------------------------------------
@@ -207,16 +230,22 @@ def _is_in_points(question: Question, claim: Claim) -> bool:
     return own and is_share(_metric(question, claim, claim.method))
 
 
+def without_number(statistic: str) -> str:
+    """Why a difference has no number although its runs have ended."""
+    return "no run reached the target" if statistic in COSTS else "no seed has this number"
+
+
 def _shown(question: Question, claim: Claim, each: Difference) -> str:
     scale = 100 if _is_in_points(question, claim) else 1
     if each.verdict == "not run":
         return f"{each.what}: not run"
     if each.mean is None:
-        return f"{each.what}: no run reached the target"
+        return f"{each.what}: {without_number(claim.statistic)}"
     shown = f"{each.what}: {scale * each.mean:+z.4g}"
+    lost = f", {each.lost} lost" if each.lost else ""
     if each.low is None or each.high is None:
-        return f"{shown} (one seed)"
-    return f"{shown} [{scale * each.low:+z.4g}, {scale * each.high:+z.4g}] over {each.seeds} seeds"
+        return f"{shown} (one seed{lost})"
+    return f"{shown} [{scale * each.low:+z.4g}, {scale * each.high:+z.4g}] over {each.seeds} seeds{lost}"
 
 
 def sentences(question: Question, decided: Sequence[Decided]) -> list[str]:

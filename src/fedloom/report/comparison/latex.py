@@ -35,7 +35,7 @@ def tabular(found: Sequence[Section], comments: Sequence[str]) -> str:
             lines.append(f"\\multicolumn{{{len(header)}}}{{l}}{{{tex(section.title)}}} \\\\")
         for index, words in enumerate(section.lines):
             cells = [tex(word) for word in words]
-            if index == section.best:
+            if index in section.best:
                 cells[0] = f"\\textbf{{{cells[0]}}}"
             lines.append(" & ".join(cells) + " \\\\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])

@@ -113,21 +113,24 @@ def _off(question: Question, table: Sequence[Row]) -> Iterator[str]:
         budget = question.budgets.get(row.place)
         if row.spent is None or not budget:
             continue
-        spent = getattr(row.spent, question.equal).mean
+        spent, spread = getattr(row.spent, question.equal)
         if spent == 0:
             yield f"{row.method} spends none of it, and keeps the rounds of the experiment."
         elif abs(spent / budget - 1) > 0.05:
             where = f" ({question.title(row.place)})" if row.place else ""
-            yield f"{row.method}{where} spent {spent / budget:.0%} of the budget: {_why_off(spent, budget, row.spent)}."
+            why = _why_off(spent, spread, budget, row.spent)
+            yield f"{row.method}{where} spent {spent / budget:.0%} of the budget: {why}."
 
 
-def _why_off(amount: float, budget: float, spent: Cost) -> str:
-    """Why a method missed its budget: it trains for whole rounds, or only training shows how much it spends."""
+def _why_off(amount: float, spread: float | None, budget: float, spent: Cost) -> str:
+    """Why a method missed its budget: it trains for whole rounds, seeds differ, or only training shows how much."""
     rounds = spent.rounds.mean
     if amount > budget and rounds <= 1:
         return "one round already exceeds it"
     if amount < budget < amount * (1 + 1 / max(rounds, 1)):
         return "one more round would exceed it"
+    if spread:
+        return "rounds are counted for the first seed, and seeds differ"
     return "how much it trains is known only after training"
 
 

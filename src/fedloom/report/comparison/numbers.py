@@ -80,12 +80,13 @@ def _cell(question: Question, result: Result, folder: str) -> dict[str, Any]:
     found = summary_of(result, metric)
     hit = reached(result, metric, question.target) if question.target is not None else None
     end = result.records[-1] if result.records else {}
-    out: dict[str, Any] = dict(zip(question.axes, result.place, strict=True))
-    out |= {"algorithm": result.method, "kind": result.kind, "seed": result.seed, "state": result.state}
+    place = dict(zip(question.axes, result.place, strict=True))
+    out: dict[str, Any] = {"algorithm": result.method, "kind": result.kind, "seed": result.seed, "state": result.state}
     out |= {"metric": metric, **(found._asdict() if found else dict.fromkeys(Summary._fields))}
     out |= {"rounds": end.get("round"), "bytes_up": end.get("bytes/up"), "bytes_down": end.get("bytes/down")}
     out |= {"bytes_busiest": end.get("bytes/busiest"), "gradients": end.get("work/gradients")}
     out |= {"rounds_to_target": hit["round"] if hit else None}
     points = [(round_, value) for round_, value in series(result.records, metric) if round_ > 0]
     out |= {"rounds_to_convergence": rounds_to_convergence(metric, points) if result.state == "done" else None}
-    return out | {"partition_sha256": result.partition[:16], "folder": f"{folder}/{result.hash}"}
+    out |= {"partition_sha256": result.partition[:16], "folder": f"{folder}/{result.hash}"}
+    return place | {name: value for name, value in out.items() if name not in place}  # rounds can be an axis

@@ -107,10 +107,15 @@ def legend(found: Sheet) -> list[str]:
         out.append("Bold: the best of a column.")
     out += _about_paper(found)
     out += found.about_gain
-    out += reasons(found.caveats, {number for n in _all(found) for number in n.caveats})
+    out += caveat_reasons(found)
     if any(n.diverged or n.failed for n in _all(found)):
         out.append("A cell that did not finish with every seed has the values of the others, and is never bold.")
     return out
+
+
+def caveat_reasons(found: Sheet) -> list[str]:
+    """The caveats about values of the paper in this table."""
+    return reasons(found.caveats, {number for n in _all(found) for number in n.caveats})
 
 
 def _about_paper(found: Sheet) -> list[str]:

@@ -17,7 +17,7 @@ class Section(NamedTuple):
     title: str
     header: list[str]
     lines: list[list[str]]
-    best: int | None  # which line has rank 1
+    best: tuple[int, ...]  # the lines of rank 1
 
 
 def sections(question: Question, table: Sequence[Row]) -> list[Section]:
@@ -29,7 +29,7 @@ def sections(question: Question, table: Sequence[Row]) -> list[Section]:
         lines = [[show(row) for _, show in columns] for row in here]
         if place in better:
             lines.append(_gain_line(question, [name for name, _ in columns], better[place]))
-        best = next((i for i, row in enumerate(here) if row.rank == 1), None)
+        best = tuple(i for i, row in enumerate(here) if row.rank == 1)
         out.append(Section(question.title(place), [name for name, _ in columns], lines, best))
     return out
 
@@ -198,6 +198,6 @@ def markdown_table(section: Section) -> str:
     lines = [section.header, [":--", *["--:"] * (len(section.header) - 1)]]
     for index, words in enumerate(section.lines):
         cells = [word.replace("|", "\\|") for word in words]
-        lines.append([f"**{cells[0]}**", *cells[1:]] if index == section.best else cells)
+        lines.append([f"**{cells[0]}**", *cells[1:]] if index in section.best else cells)
     title = [f"### {section.title}\n"] if section.title else []
     return "\n".join([*title, "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"])

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from fedloom.core.schema import dotted
 from fedloom.core.vocabulary import is_cost, is_extra, is_privacy, last_ten, leaf
 from fedloom.report import topology
+from fedloom.report.comparison.claims import without_number
 from fedloom.report.comparison.notes import STARRED, TAGGED
 from fedloom.report.page.apart import apart
 from fedloom.report.page.language import Language, Say, meaning_in, sentence_in, speaker
-from fedloom.report.page.paper_table import paper_tables
+from fedloom.report.page.paper_table import caveat_marks, paper_tables
 from fedloom.report.page.parts import (
     Card,
     PageCell,
@@ -269,7 +270,7 @@ def _comparison_cards(
         known = {**row, **chosen} if isinstance(chosen, Mapping) else row
         where = ", ".join(f"{axis} = {known.get(axis)}" for axis in view.axes)
         value = with_spread(row.get("mean_last_10"), row.get("mean_last_10_std"), str(row.get("metric"))).text
-        hint = " · ".join(part for part in (f"{_mean_of(view.cells, words)}: {value}", where) if part)
+        hint = " · ".join(part for part in (f"{_mean_of(_counted(view), words)}: {value}", where) if part)
         found.append(Card(f"{say('rank')} 1", str(row.get("algorithm")), hint, "main"))
     for verdict, mark in _MARKS.items():
         count = sum(each.get("verdict") == verdict for each in decided)
@@ -291,7 +292,12 @@ def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     for each in decided:
         verdict = str(each.get("verdict"))
         scale = 100 if each.get("points") else 1
-        gaps = [_difference(gap, scale, words) for gap in _list(each.get("differences")) if isinstance(gap, Mapping)]
+        unknown = without_number(str(each.get("statistic")))
+        gaps = [
+            _difference(gap, scale, unknown, words)
+            for gap in _list(each.get("differences"))
+            if isinstance(gap, Mapping)
+        ]
         cells = (
             PageCell(words.say(verdict), mark=_MARKS.get(verdict, "")),
             PageCell(words.sentence(each.get("claim"))),
@@ -300,14 +306,21 @@ def _claims(decided: Sequence[Mapping[str, Any]], words: _Spoken) -> PageTable:
     return PageTable(heads, tuple(lines))
 
 
-def _difference(gap: Mapping[str, Any], scale: int, words: _Spoken) -> str:
+def _difference(gap: Mapping[str, Any], scale: int, unknown: str, words: _Spoken) -> str:
     mean, low, high = (gap.get(key) for key in ("mean", "low", "high"))
     what = words.sentence(gap.get("what"))
     if not isinstance(mean, int | float):
-        return f"{what}: {words.say('not run' if gap.get('verdict') == 'not run' else 'no run reached the target')}"
+        return f"{what}: {words.say('not run' if gap.get('verdict') == 'not run' else unknown)}"
     if not isinstance(low, int | float) or not isinstance(high, int | float):
-        return f"{what}: {scale * mean:+.3g} ({words.say('one seed')})"
-    return f"{what}: {scale * mean:+.3g} [{scale * low:+.3g}, {scale * high:+.3g}]"
+        shown = f"{what}: {scale * mean:+z.4g} ({words.say('one seed')})"
+    else:
+        shown = f"{what}: {scale * mean:+z.4g} [{scale * low:+z.4g}, {scale * high:+z.4g}]"
+    return f"{shown}, {words.say('seeds lost')}: {gap['lost']}" if gap.get("lost") else shown
+
+
+def _counted(view: ComparisonView) -> Sequence[RunView]:
+    """The runs whose values are in the tables: one that diverged or still runs may have fewer evaluations."""
+    return [cell for cell in view.cells if cell.state == "done"] or view.cells
 
 
 def _results(view: ComparisonView, words: _Spoken) -> tuple[PageTable, ...]:
@@ -364,7 +377,7 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
     columns = [
         PageColumn(say("method")),
         PageColumn(say("rank"), True),
-        *_means(view.cells, words),
+        *_means(_counted(view), words),
     ]
     validated = any(isinstance(row.get("validation"), int | float) for row in rows)
     columns += [PageColumn(say("validation"), True)] if validated else []
@@ -376,14 +389,14 @@ def _result(view: ComparisonView, caption: str, rows: Sequence[Mapping[str, Any]
         cells = [PageCell(method, tag=tag), number(row.get("rank"))]
         cells += [with_spread(row.get(key), row.get(f"{key}_std"), metric) for key in _MEANS]
         cells += [_validated(row, say)] if validated else []
-        cells += [_optional(key, row, metric, say) for key in more]
+        cells += [_optional(key, row, metric, view, say) for key in more]
         lost = [f"{row.get(key)} {say(key)}" for key in ("diverged", "failed") if row.get(key)]
         cells.append(number(row.get("seeds"))._replace(tag=", ".join(lost)))
         lines.append(PageLine(tuple(cells), "first" if row.get("rank") == 1 else ""))
     return PageTable(tuple(columns), tuple(lines), caption, sortable=True)
 
 
-def _optional(key: str, row: Mapping[str, Any], metric: str, say: Say) -> PageCell:
+def _optional(key: str, row: Mapping[str, Any], metric: str, view: ComparisonView, say: Say) -> PageCell:
     """The cell of a column that not all comparisons have."""
     if key == "rounds_to_target":
         return _until_target(row, say)
@@ -392,7 +405,9 @@ def _optional(key: str, row: Mapping[str, Any], metric: str, say: Say) -> PageCe
     if key == "difference_low":
         low, high = (signed(row.get(end), metric) for end in (key, "difference_high"))
         return low if low.value is None or high.value is None else low._replace(text=f"[{low.text}, {high.text}]")
-    return _p_value(row.get(key)) if key == "p" else number(row.get(key), metric * (key == "paper"), 2)
+    if key == "paper":
+        return number(row.get(key), metric)._replace(tag=caveat_marks(view, row))
+    return _p_value(row.get(key))
 
 
 def _until_target(row: Mapping[str, Any], say: Say) -> PageCell:

@@ -83,6 +83,8 @@ _CHINESE = {
     "undecided": "无法判定",
     "not run": "尚未运行",
     "no run reached the target": "没有运行达到目标",
+    "no seed has this number": "没有种子有此数值",
+    "seeds lost": "失败的种子",
     "one seed": "仅一个种子",
     "rows": "样本数",
     "classes": "类别数",
@@ -319,6 +321,9 @@ _CHINESE_SENTENCES = {
         "等量对比（{}）：每个方法训练的轮数由最繁忙一端的通信量 {} MB 决定；表中的轮数、梯度次数和 MB 为实际花费。"
     ),
     "{} spends none of it, and keeps the rounds of the experiment.": "{} 不消耗该资源，轮数与实验设置相同。",
+    "{} spent {} of the budget: rounds are counted for the first seed, and seeds differ.": (
+        "{0} 用去预算的 {1}：轮数按第一个种子计算，而各种子有所不同。"
+    ),
     "{} spent {} of the budget: how much it trains is known only after training.": (
         "{} 实际花费为预算的 {}：训练量在训练之后才知道。"
     ),

@@ -66,6 +66,8 @@ def number(value: Any, metric: str = "", digits: int = 4) -> PageCell:
 
 def shown(value: float, metric: str = "", digits: int = 4) -> str:
     """A share of one in percent, any other number with this many digits."""
+    if metric.startswith("relative gain, "):
+        return f"{100 * value:+z.2f} %"
     if is_share(metric):
         return f"{100 * value:.2f} %"
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.{digits}g}"
@@ -76,7 +78,7 @@ def signed(value: Any, metric: str) -> PageCell:
     cell = number(value, metric)
     if cell.value is None:
         return cell
-    return cell._replace(text=f"{100 * cell.value:+.2f}" if is_share(metric) else f"{cell.value:+.3g}")
+    return cell._replace(text=f"{100 * cell.value:+z.2f}" if is_share(metric) else f"{cell.value:+z.4g}")
 
 
 def with_spread(mean: Any, std: Any, metric: str = "") -> PageCell:
@@ -84,5 +86,5 @@ def with_spread(mean: Any, std: Any, metric: str = "") -> PageCell:
     cell = number(mean, metric)
     if cell.value is None or not isinstance(std, int | float) or not math.isfinite(std):
         return cell
-    spread = f"{100 * std:.2f}" if is_share(metric) else f"{std:.2g}"
+    spread = f"{100 * std:.2f}" if is_share(metric) else f"{std:.4g}"
     return cell._replace(text=f"{cell.text.removesuffix(' %')} ± {spread}{' %' if is_share(metric) else ''}")
