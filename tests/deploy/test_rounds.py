@@ -188,8 +188,8 @@ def test_a_contract_survives_being_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mechanism", ["local", "distributed"])
 def test_noise_belongs_to_what_it_is_added_to(mechanism: str, tmp_path: Path) -> None:
-    """A node that is asked for a round again sends the same, so that noise cannot be averaged away; for another model, or
-    in another run, its noise is new: two uploads with the same noise would show how they differ."""
+    """A node that is asked for a round again sends the same, so that noise cannot be averaged away. For another model,
+    or in another run, its noise is new: two uploads with the same noise would show how they differ."""
     uniform = {"kind": "fedavg", "weighting": "uniform"}
     privacy = {"clip": 1.0, "noise": 10.0, "mechanism": mechanism}
     federation = Federation(tmp_path, config_of("fedavg", algorithm=uniform, privacy=privacy))
