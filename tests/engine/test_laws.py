@@ -249,6 +249,29 @@ def test_a_line_that_torch_cannot_map_is_named_with_the_fix(cls: type[FedAvg], l
     assert "vmap" not in said
 
 
+class Unasked(FedAvg):
+    """Reads the uploads one by one, but does not say so."""
+
+    def update(self, server: Model, inbox: Inbox) -> Model:
+        return Model(server.w + inbox.uploads.dw.mean(0))
+
+
+class Unsurveyed(FedAvg):
+    """Reads a survey that it does not make."""
+
+    def finish(self, x, down, mine, work):
+        return super().finish(x + 0 * work.survey.mean(), down, mine, work)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fix"), [(Unasked, "_replace(each_upload=True)"), (Unsurveyed, "inherits from Surveys")]
+)
+def test_what_a_method_has_not_asked_for_is_named_with_the_fix(cls: type[FedAvg], fix: str) -> None:
+    said = laws.verdict(laws.lane_count_is_irrelevant, cls)
+    assert f"{__file__}, line " in said
+    assert fix in said
+
+
 @pytest.mark.slow
 def test_the_fix_for_random_numbers_works() -> None:
     assert laws.verdict(laws.batched_is_alone, Keyed) == ""
