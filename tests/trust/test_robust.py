@@ -203,6 +203,11 @@ def test_a_rule_does_not_depend_on_how_clients_are_grouped(world: Any) -> None:
         ),
         ({"cohort": {"size": 3}}, r"aggregation\.rule: 'krum' needs n - f - 2 > 0 neighbours, .* n = 3 .* f = 1"),
         ({"aggregation": {"rule": "multi_krum", "chosen": 6}, "cohort": {"size": 5}}, r"aggregation\.chosen: 6 of 5"),
+        (
+            {"aggregation": {"rule": "trimmed_mean"}, "cohort": {"size": 3}},
+            r"aggregation\.bad: 0.25 of the 3 clients of a round is none: 'trimmed_mean' would be the plain mean",
+        ),
+        ({"aggregation": {"rule": "multi_krum", "bad": 0.2}, "cohort": {"size": 4}}, r"aggregation\.bad: 0.2 of the 4"),
         ({"aggregation": {"rule": "krum", "bad": 0.5}}, r"aggregation\.bad: .*less than 0.5"),
         ({"aggregation": {"rule": "krumm"}}, r"aggregation\.rule"),
     ],
