@@ -157,8 +157,8 @@ def krum_scores(uploads: Any, f: int) -> Tensor:
     apart = torch.zeros(n, n, dtype=torch.float64, device=leaves[0].device)
     for leaf in leaves:
         flat = leaf.reshape(n, -1).double()
-        # Distances of points that are far from zero would lose their digits. One huge upload moves the mean, but not the
-        # median: with the mean all others would be equally near, and which of them is taken would not depend on them.
+        # Distances of points that are far from zero would lose their digits. One huge upload moves the mean, but not
+        # the median: beside it all others would be equally near, and the first of them would be taken.
         flat = flat - flat.median(0).values
         square = flat.square().sum(1)
         apart += square[:, None] + square[None] - 2 * flat @ flat.T
