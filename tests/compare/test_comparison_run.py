@@ -470,6 +470,21 @@ def test_every_cell_has_its_own_noise_and_all_are_composed(tmp_path: Path) -> No
     assert note in (tmp_path / "out" / "table.md").read_text()
 
 
+def test_seeds_read_the_same_clients_although_they_test_on_other_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 240)
+    np.savez(tmp_path / "own.npz", x=rng.normal(size=(240, 4)) + y[:, None], y=y, client=np.arange(240) % 8)
+    settings = {"data": str(tmp_path / "own.npz"), "partition": "natural", "rounds": 1, "cohort": {"sampling": "all"}}
+    settings |= {"privacy": {"clip": 1.0, "noise": 1.0}}
+    methods = [{"kind": "fedavg", "weighting": "uniform"}]
+    done = run({**settings, "compare": {"algorithms": methods, "seeds": [0, 1]}}, tmp_path / "out", jobs=1)
+    spent = [result.spent for result in done.results]
+    assert len({each.data for each in spent if each}) == 2
+    total = sum(each.epsilon for each in spent if each)
+    note = next(note for note in done.summary()["notes"] if note.startswith("epsilon"))
+    assert f"2 cells on the same data add up to epsilon {total:.4g} at delta 2e-05" in note
+
+
 def test_personal_models_after_local_training_can_be_what_is_compared(tmp_path: Path) -> None:
     """The other reading of when a personal model is measured, by settings that a recipe can have."""
     settings = SMALL | {"rounds": 2, "evaluate": {"participants": True}, "cohort": {"sampling": "all"}}

@@ -186,11 +186,13 @@ def test_a_contract_survives_being_written(tmp_path: Path) -> None:
     assert read_contract(tmp_path).parts == contract.parts
 
 
-def test_noise_is_new_for_every_upload(tmp_path: Path) -> None:
-    """Also for the same round: with the same noise, two uploads of one round would show how they differ."""
+@pytest.mark.parametrize("mechanism", ["local", "distributed"])
+def test_noise_belongs_to_what_it_is_added_to(mechanism: str, tmp_path: Path) -> None:
+    """A node that is asked for a round again sends the same, so that noise cannot be averaged away. For another model,
+    or in another run, its noise is new: two uploads with the same noise would show how they differ."""
     uniform = {"kind": "fedavg", "weighting": "uniform"}
-    config = config_of("fedavg", algorithm=uniform, privacy={"clip": 1.0, "noise": 1.0, "mechanism": "local"})
-    federation = Federation(tmp_path, config)
+    privacy = {"clip": 1.0, "noise": 10.0, "mechanism": mechanism}
+    federation = Federation(tmp_path, config_of("fedavg", algorithm=uniform, privacy=privacy))
     uploads: list[torch.Tensor] = []
 
     def tamper(_: int, client: int, answer: bytes) -> bytes:
@@ -200,10 +202,18 @@ def test_noise_is_new_for_every_upload(tmp_path: Path) -> None:
 
     federation.transport.tamper = tamper
     state = begin(federation.exp)
-    advance(federation.exp, state, RamStore(3))
-    advance(federation.exp, state, RamStore(3))
-    assert not torch.equal(*uploads)
-    assert float((uploads[0] - uploads[1]).std()) == pytest.approx(2**0.5, rel=0.15)
+    federation.advanced(state, rounds=1)
+    federation.restart(0)
+    federation.advanced(state, rounds=1)
+    federation.advanced(state._replace(server=state.server._replace(w=state.server.w + 1e-3)), rounds=1)
+    federation.nodes.run = 1
+    federation.advanced(state, rounds=1)
+    first, again, other, later = uploads
+    assert torch.equal(first, again)
+    scale = 10.0 if mechanism == "local" else 10.0 / 3**0.5
+    for one in (other, later):
+        assert float((first - one).std()) == pytest.approx(scale * 2**0.5, rel=0.15)
+    assert float((other - later).std()) == pytest.approx(scale * 2**0.5, rel=0.15)
 
 
 def test_the_key_of_noise_in_sums_is_the_nodes_own_and_stays(tmp_path: Path) -> None:

@@ -408,6 +408,21 @@ def test_every_server_method_can_be_watched(world, kind) -> None:
         assert math.exp(-2) <= found["fedalr/eta_min"] <= found["fedalr/eta_max"] <= 1 + 1e-12
 
 
+class Peeks(FedAvg):
+    """Reads single uploads, which it has not asked for."""
+
+    def update(self, server, inbox):
+        return server._replace(w=server.w + inbox.uploads.dw.mean(0))
+
+
+def test_uploads_that_are_kept_for_diagnostics_are_not_for_the_method(world) -> None:
+    """Otherwise it would work only in rounds that are measured, and could be accounted as if it read only sums."""
+    exp = world(evaluate={"diagnostics": ["updates"]})
+    exp = dataclasses.replace(exp, algorithm=Peeks().bind(exp.algorithm.setup))
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'dw'"):
+        advance_watched(exp, begin(exp), RamStore(3))
+
+
 def test_watching_changes_nothing(world) -> None:
     plain, watched = world(), world(evaluate={"diagnostics": ["updates", "gamma", "rho"]})
     a, b = (advance_watched(exp, begin(exp), RamStore(3))[0].server.w for exp in (plain, watched))

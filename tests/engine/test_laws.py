@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -45,6 +46,29 @@ class Writes(FedAvg):
         g = super().gradient(x, batch, down, mine)
         down.w.mul_(0.5)
         return g
+
+
+class Rewrites(FedAvg):
+    """The same, in a way that a second call does not show."""
+
+    def start(self, down, mine, work):
+        work.examples.fill_(1.0)
+        return down.w
+
+
+class Halves(FedAvg):
+    """Breaks the law of arguments: writes into the uploads' sum, which diagnostics read afterwards."""
+
+    def update(self, server: Model, inbox: Inbox) -> Model:
+        inbox.total.dw.mul_(0.5)
+        return super().update(server, inbox)
+
+
+class Guesses(FedAvg):
+    """Breaks the law of resumption: a client is served other numbers each time."""
+
+    def serve(self, down, mine):
+        return down.w * (1 + 0.01 * random.random())
 
 
 class Remembers(FedAvg):
@@ -137,6 +161,9 @@ _memory: dict[str, int] = {}
     ("cls", "law"),
     [
         (Writes, laws.arguments_are_unchanged),
+        (Rewrites, laws.arguments_are_unchanged),
+        (Halves, laws.arguments_are_unchanged),
+        (Guesses, laws.resumed_is_never_crashed),
         (Remembers, laws.ram_is_disk),
         (Grows, laws.state_keeps_its_shape),
         (Sleeps, laws.training_changes_something),
@@ -220,6 +247,29 @@ def test_a_line_that_torch_cannot_map_is_named_with_the_fix(cls: type[FedAvg], l
     assert f"in loss: {line}\n" in said
     assert fix in said
     assert "vmap" not in said
+
+
+class Unasked(FedAvg):
+    """Reads the uploads one by one, but does not say so."""
+
+    def update(self, server: Model, inbox: Inbox) -> Model:
+        return Model(server.w + inbox.uploads.dw.mean(0))
+
+
+class Unsurveyed(FedAvg):
+    """Reads a survey that it does not make."""
+
+    def finish(self, x, down, mine, work):
+        return super().finish(x + 0 * work.survey.mean(), down, mine, work)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fix"), [(Unasked, "_replace(each_upload=True)"), (Unsurveyed, "inherits from Surveys")]
+)
+def test_what_a_method_has_not_asked_for_is_named_with_the_fix(cls: type[FedAvg], fix: str) -> None:
+    said = laws.verdict(laws.lane_count_is_irrelevant, cls)
+    assert f"{__file__}, line " in said
+    assert fix in said
 
 
 @pytest.mark.slow

@@ -123,5 +123,9 @@ def test_what_cells_on_the_same_data_tell_adds_up() -> None:
     other = table_notes.composed([private(0), private(1, partition="q")])
     assert len(other) == 3
     assert "all of them reveal something about an example" in other[-1]
+    own = [private(k, data=f"d{k}", partition=f"p{k}")._replace(source="t.csv") for k in (0, 1)]
+    assert "all of them reveal something about an example" in table_notes.composed(own)[-1]
+    (whole,) = table_notes.composed([each._replace(natural=True) for each in own])
+    assert "2 cells on the same data add up to epsilon 4 at delta 2e-05" in whole
     assert "epsilon inf" in table_notes.composed([private(0), private(0, "b", epsilon=math.inf)])[0]
     assert table_notes.composed([private(0, warning="simulated")])[0].endswith("(add or remove one) (simulated).")

@@ -521,6 +521,10 @@ LOCAL = ON | {"mechanism": "local"}
             {"privacy": ON, "system": {"dropout": 0.1}},
             r"system\.dropout: a missing client takes its share of the noise",
         ),
+        (
+            {"privacy": ON, "task": {"class_weights": "balanced"}},
+            r"task\.class_weights: counts the classes of all clients",
+        ),
         ({"privacy": ON, "system": {"stragglers": 0.5}}, r"system\.stragglers: a missing client takes its share"),
         (
             {"privacy": LOCAL, "system": {"deadline": 9.0}},
@@ -541,6 +545,16 @@ def test_what_is_not_covered_is_refused(table: dict[str, Any], message: str) -> 
         arrays = arrays._replace(x=np.zeros((len(arrays.y), 3, 32, 32), dtype=np.uint8))
     with pytest.raises(ConfigError, match=message):
         prepare(parse(full), Path(), arrays)
+
+
+@pytest.mark.parametrize(("statistics", "warned"), [("all", True), ("sums", True), ("own", False)])
+def test_statistics_of_all_rows_are_named_as_public(statistics: str, warned: bool, tmp_path: Path) -> None:
+    rows = "\n".join(f"{k % 7},{k % 2},h{k % 6}" for k in range(60))
+    (tmp_path / "t.csv").write_text(f"a,y,h\n{rows}\n")
+    data = {"source": "csv", "path": str(tmp_path / "t.csv"), "label": "y", "client": "h", "statistics": statistics}
+    config = parse({"data": data, "algorithm": UNIFORM, "privacy": ON | {"delta": 0.1}})
+    notes = prepare(config, tmp_path).shared.notes
+    assert any("epsilon assumes that they are public" in note for note in notes) == warned
 
 
 def test_late_clients_may_send_what_they_have(world: Any) -> None:

@@ -68,6 +68,14 @@ def test_distances_keep_their_digits_far_from_zero() -> None:
     torch.testing.assert_close(krum_scores(Update(x + 1e8), 1), krum_scores(Update(x), 1))
 
 
+def test_a_huge_upload_does_not_make_all_others_equally_near() -> None:
+    """Otherwise a second bad client would be chosen, as the first of equals."""
+    x = torch.tensor([[50.0], [1], [1.5], [2.5], [4], [1e30]])
+    assert rule("krum", x, bad=0.34) == [1.5]
+    honest = krum_scores(Update(x), 2)[:5].tolist()
+    assert honest == pytest.approx([46**2 + 47.5**2, 0.25 + 2.25, 0.25 + 1, 1 + 2.25, 2.25 + 6.25])
+
+
 # -- degenerate ------------------------------------------------------------------------------------
 values = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=2), min_size=1, max_size=9)
 
@@ -203,6 +211,11 @@ def test_a_rule_does_not_depend_on_how_clients_are_grouped(world: Any) -> None:
         ),
         ({"cohort": {"size": 3}}, r"aggregation\.rule: 'krum' needs n - f - 2 > 0 neighbours, .* n = 3 .* f = 1"),
         ({"aggregation": {"rule": "multi_krum", "chosen": 6}, "cohort": {"size": 5}}, r"aggregation\.chosen: 6 of 5"),
+        (
+            {"aggregation": {"rule": "trimmed_mean"}, "cohort": {"size": 3}},
+            r"aggregation\.bad: 0.25 of the 3 clients of a round is none: 'trimmed_mean' would be the plain mean",
+        ),
+        ({"aggregation": {"rule": "multi_krum", "bad": 0.2}, "cohort": {"size": 4}}, r"aggregation\.bad: 0.2 of the 4"),
         ({"aggregation": {"rule": "krum", "bad": 0.5}}, r"aggregation\.bad: .*less than 0.5"),
         ({"aggregation": {"rule": "krumm"}}, r"aggregation\.rule"),
     ],

@@ -13,6 +13,8 @@ from fedloom.compare.folder import state_of
 from fedloom.compare.plan import ComparisonPlan
 from fedloom.core.errors import CheckpointError
 from fedloom.core.vocabulary import is_evaluation, is_privacy
+from fedloom.data.partition import Natural
+from fedloom.data.sources import Synthetic
 from fedloom.report.comparison.question import PrivacyCost, Result
 from fedloom.runs.folder import read_ended
 
@@ -56,7 +58,10 @@ def as_result(
 ) -> Result:
     """A result of this cell."""
     own = (cell.place, cell.method.label, cell.method.kind, cell.seed, cell.hash)
-    return Result(*own, state, list(records), partition, spent, tuple(repairs))
+    data, clients = cell.config.data, cell.config.partition
+    source = "" if isinstance(data, Synthetic) else repr(data)
+    natural = isinstance(clients, Natural) and clients.clients is None
+    return Result(*own, state, list(records), partition, spent, tuple(repairs), source, natural)
 
 
 def result_of(cell: Cell, home: Path) -> Result:

@@ -35,6 +35,12 @@ _REMEDIES = {
     "called random operation": "this draws random numbers that would differ when the run is repeated: use "
     "rng.unit(rng.fold(batch.key, torch.arange(n))) of fedloom.core.rng instead, n numbers from 0 to 1",
 }
+# What is empty unless a method asks for it, and how it does.
+_NOT_ASKED_FOR = {
+    "inbox.uploads": "uploads are kept one by one only for a method that says so: write traits as "
+    "super().traits._replace(each_upload=True)",
+    "work.survey": "there is a survey only in a class that also inherits from Surveys of fedloom.algorithm",
+}
 
 
 def own_line(error: BaseException) -> str:
@@ -77,6 +83,9 @@ def remedy(error: BaseException) -> str:
     for sign, fix in _REMEDIES.items():
         if sign in text and line:
             return f"{line}\n{_ONE_HOT if 'one_hot(' in line else fix}"
+    for name, fix in _NOT_ASKED_FOR.items():
+        if "'tuple' object" in text and name in line:
+            return f"{line}\n{fix}"
     if any(sign in text for sign in _UNMAPPED) or (line and "vmap" in text):
         first = next(iter(text.splitlines()), "")
         return f"{line or type(error).__name__}\n{_ONE_BY_ONE} ({first})"

@@ -219,7 +219,7 @@ class Node:
         if session is not None:  # this number is known here, and does not depend on the server's word
             least = min(least, session.parties.threshold)
         order = order._replace(senders=min(order.senders, least))
-        outcome = train_client(self._with_noise(exp), order, client, memory.store)
+        outcome = train_client(self._with_noise(exp, whole(message.facts, "run")), order, client, memory.store)
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
@@ -301,6 +301,11 @@ class Node:
         """What identifies the rows of this node, and which of them it holds out."""
         return data_fingerprint(self._place.own.arrays._replace(test=self._place.own.held_out))
 
+    @cached_property
+    def _data(self) -> str:
+        """What identifies the data of this node, however it is split."""
+        return data_fingerprint(self._place.own.arrays)
+
     def _end(self, message: Envelope) -> tuple[Experiment, Memory]:
         """This node's experiment, for the population that the server sent."""
         place, facts = self._place, message.facts
@@ -335,34 +340,36 @@ class Node:
             raise MessageError("'last_received' should have one number for each node")
         return int(last[self._place.client])
 
-    def _with_noise(self, exp: Experiment) -> Experiment:
-        """The experiment with noise that is drawn from the operating system for this one upload.
+    def _with_noise(self, exp: Experiment, run: int) -> Experiment:
+        """The experiment with noise from a key of this node.
 
         A simulation draws noise at an address, so that a resumed run adds the same again. Here a repeated round may
-        have another model, and the same noise on two different uploads would show their difference.
-        Sums over examples are always the same sums: their noise is drawn once, and kept.
+        have another model, and the same noise on two different uploads would show their difference. So the noise of an
+        upload depends on what it is added to: a node that is asked for the same upload again, by a server that lost it
+        or one that hopes to average noise away, sends the same numbers, which reveal nothing new.
+        Sums over examples are the same in every run, but for the sign of those to be forgotten; so is their noise.
         """
         if exp.guard is None or exp.guard.key.public:
             return exp
-        key = noise.fresh_key()
         if exp.guard.sums is not None and exp.guard.features is None:
-            key = self._kept_key(key)
+            key = self._kept_key()
+        else:
+            key = replace(self._kept_key(self._place.contract.campaign, str(run)), by_content=True)
         return replace(exp, guard=exp.guard._replace(key=key))
 
-    def _kept_key(self, new: noise.Key) -> noise.Key:
-        """The key of the noise in this node's sums: that of the same experiment on the same rows, or a new one.
+    def _kept_key(self, *run: str) -> noise.Key:
+        """The key of the same experiment on the same rows, perhaps of one run, or a new one.
 
         It is not in the node's folder, which the coordinator has made: anyone who knows the key can subtract the noise.
         """
-        place = self._place
-        node, rows = place.contract.nodes[place.client], data_fingerprint(place.own.arrays)
-        which = "\n".join([place.contract.parts["experiment"], node, rows])
+        which = "\n".join([self._place.contract.parts["experiment"], self._name, self._data, *run])
         home = disk.state_home() / "noise" / hashlib.sha256(which.encode()).hexdigest()
-        kept = read_key(home)
-        if kept is None:
+        key = read_key(home)
+        if key is None:
+            key = noise.fresh_key()
             disk.make_folder(home)
-            write_key(home, new)
-        return kept or new
+            write_key(home, key)
+        return key
 
     def _log(self, message: Envelope, reply: bytes) -> None:
         """One line for what is about to be sent."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import AnyAlgorithm, Carry, Held, Noise, Setup, Work
+from fedloom.algorithm import AnyAlgorithm, Carry, Held, Inbox, Noise, Setup, Work
 from fedloom.algorithm.capabilities import defaults_of, memory_of, private_sums, survey_of
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.core import tree
@@ -75,8 +75,8 @@ def client_order_is_irrelevant(cls: type[AnyAlgorithm]) -> None:
     world = _world(cls, executor="loop")
     if world.is_network or world.is_asynchronous:
         return  # a node knows its neighbours by name, and an asynchronous server applies uploads as they arrive
-    state, store, present = begin(world), _store(world), world.present(0)
-    groups = list(groups_of(world, 0, present, foresee_lateness(world, state, present, 0).extra))
+    state, store = begin(world), _store(world)
+    groups = _groups(world, state)
     ends = [_first_round(world, state, store, order) for order in (groups, groups[::-1])]
     _agree(ends[0], ends[1], "uploads in one order and in the other")
 
@@ -117,7 +117,7 @@ def mirrors_are_declared(cls: type[AnyAlgorithm]) -> None:
     if cls.family == "gossip" or cls().traits.mirrored:
         return
     world = _world(cls, cohort=Cohort(sampling="all"))
-    server, clients = _after(world, 2)
+    server, clients, _ = _after(world, 2)
     sizes = world.federation.train.sizes.double()
     for (name, kept), (_, first) in zip(tree.named_leaves(server), tree.named_leaves(begin(world).server), strict=True):
         for theirs, states in tree.named_leaves(clients):
@@ -153,20 +153,30 @@ def ram_is_disk(cls: type[AnyAlgorithm]) -> None:
 
 def arguments_are_unchanged(cls: type[AnyAlgorithm]) -> None:
     """No function of the algorithm writes into what it is given."""
-    alg, down, mine, batch = _one_client(cls)
+    world = _world(cls, executor="loop")
+    alg, batch = world.algorithm, _batch(world)
+    down = _untouched("send", alg.send, _untouched("init", alg.init, world.task.w0))
+    mine = _untouched("join", alg.join, down)
+    _untouched("survey", partial(survey_of, alg), batch, down, mine)
     work = _work(alg, batch, down, mine)
-    x = alg.start(down, mine, work)
-    at = Carry(x, memory_of(alg, x))
-    _untouched("start", alg.start, down, mine, work)
-    _untouched("step", alg.step, at, batch, down, mine)
-    moved = alg.step(at, batch, down, mine).x
-    _untouched("finish", alg.finish, moved, down, mine, work)
+    x = _untouched("start", alg.start, down, mine, work)
+    moved = _untouched("step", alg.step, Carry(x, memory_of(alg, x)), batch, down, mine).x
+    upload, _ = _untouched("finish", alg.finish, moved, down, mine, work)
+    _untouched("weight", alg.weight, upload, work)
     _untouched("serve", alg.serve, down, mine)
     world = _world(cls)
-    state = begin(world)
+    state, store = begin(world), _store(world)
     before = tree.tmap(torch.clone, state.server)
-    advance(world, state, _store(world))
+    advance(world, state, store)
     _agree(before, state.server, "the server's state before and after a round was computed from it", exactly=True)
+    if not (world.is_network or world.is_asynchronous):
+        alg, box = world.algorithm, _received(world, state, store, _groups(world, state))
+        _untouched(
+            "update",
+            lambda at, read: alg.update(at, read._replace(address=box.address)),
+            state.server,
+            box._replace(address=()),
+        )
 
 
 def state_keeps_its_shape(cls: type[AnyAlgorithm]) -> None:
@@ -339,13 +349,24 @@ def _world(
     )
 
 
-def _first_round(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Any:
-    """The server after it received the uploads of these groups, in this order."""
+def _groups(world: Experiment, state: RunState) -> list[Group]:
+    """The clients of the first round."""
+    present = world.present(0)
+    return list(groups_of(world, 0, present, foresee_lateness(world, state, present, 0).extra))
+
+
+def _received(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Inbox[Any]:
+    """The uploads of these groups, in this order."""
     tally = Tally()
     for group in groups:
         outcome = train(world.algorithm, world.federation, group, world.given(state, store, group.ids))
         tally = add(tally, keep_finite(group.ids, outcome, torch.ones(1)), keep=world.algorithm.traits.each_upload)
-    return world.algorithm.update(state.server, inbox(tally, world.federation.train.sizes, (world.seed, 0)))
+    return inbox(tally, world.federation.train.sizes, (world.seed, 0))
+
+
+def _first_round(world: Experiment, state: RunState, store: ClientStore, groups: Sequence[Group]) -> Any:
+    """The server after it received the uploads of these groups, in this order."""
+    return world.algorithm.update(state.server, _received(world, state, store, groups))
 
 
 def _store(world: Experiment) -> ClientStore:
@@ -500,6 +521,7 @@ class _Whole(NamedTuple):
 
     server: Any
     clients: Any
+    served: Tensor  # [N, P] the models that clients are served
 
 
 def _after(world: Experiment, rounds: int, store: ClientStore | None = None) -> _Whole:
@@ -511,7 +533,10 @@ def _after(world: Experiment, rounds: int, store: ClientStore | None = None) -> 
 
 
 def _everything(world: Experiment, state: RunState, store: ClientStore) -> _Whole:
-    return _Whole(state.server, world.given(state, store, torch.arange(world.federation.clients)).mine)
+    everyone = torch.arange(world.federation.clients)
+    with torch.no_grad():
+        models = tree.cat(list(models_of(world, state, store, everyone)))
+    return _Whole(state.server, world.given(state, store, everyone).mine, models.w[models.ids.argsort()])
 
 
 def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]:
@@ -519,17 +544,22 @@ def _one_client(cls: type[AnyAlgorithm]) -> tuple[AnyAlgorithm, Any, Any, Batch]
     world = _world(cls, executor="loop")
     alg = world.algorithm
     down = alg.send(alg.init(world.task.w0))
+    return alg, down, alg.join(down), _batch(world)
+
+
+def _batch(world: Experiment) -> Batch:
+    """The first batch of a client."""
     group = next(iter(plans(world.local, world.federation.train, torch.tensor([3]), Address(3, 0), lr=0.05, lanes=1)))
     x, y = world.federation.examples(group.rows[0, 0])
     one = torch.ones(())
-    return alg, down, alg.join(down), Batch(x, y, torch.ones(len(y)), group.keys[0, 0], 0 * one, 0.05 * one, x[0, :0])
+    return Batch(x, y, torch.ones(len(y)), group.keys[0, 0], 0 * one, 0.05 * one, x[0, :0])
 
 
 def _work(alg: AnyAlgorithm, batch: Batch, down: Any, mine: Any) -> Work:
     """The work of a client that has this one batch."""
     survey = survey_of(alg, batch, down, mine)
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
-    return Work(2 * one, batch.mask.sum(), 0.1 * one, zero, survey, torch.tensor(3), one)
+    return Work(2 * one, batch.mask.sum(), 0.1 * one, zero, survey, torch.tensor(3), one, staleness=one)
 
 
 def _agree(a: Any, b: Any, what: str, *, exactly: bool = False) -> None:
@@ -544,13 +574,15 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("nan")
 
 
-def _untouched(name: str, function: Callable[..., Any], *arguments: Any) -> None:
+def _untouched(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns."""
     before = [tree.tmap(torch.clone, argument) for argument in arguments]
-    function(*arguments)
+    found = function(*arguments)
     for place, (old, new) in enumerate(zip(before, arguments, strict=True)):
         for (leaf, a), (_, b) in zip(tree.named_leaves(old), tree.named_leaves(new), strict=True):
             if not torch.equal(a, b):
                 raise BrokenLawError(f"{name}() wrote into its argument {place + 1} ('{leaf}')")
+    return found
 
 
 def _same_form(a: Any, b: Any, what: str) -> None:

@@ -236,6 +236,12 @@ def privacy_fits(
     return privacy_conflicts(privacy, algorithm, cohort.sampling, system, aggregation.rule)
 
 
+def no_class_counts_beside_noise(task: Objective, privacy: Privacy) -> Iterator[Fault]:
+    if privacy.on and task.class_weights != "none":
+        what = f"counts the classes of all clients, which no noise hides (got '{task.class_weights}')"
+        yield Fault("task.class_weights", what, "leave it out, or weight classes in your own loss")
+
+
 # -- networks --------------------------------------------------------------------------------------
 def messages_fit_the_network(algorithm: AnyAlgorithm, topology: Topology) -> Iterator[Fault]:
     name, facts = _called(algorithm), gossip_facts(algorithm)
@@ -266,6 +272,7 @@ RULES: tuple[Callable[..., Iterable[Fault]], ...] = (
     corruption_fits,
     aggregation_fits,
     privacy_fits,
+    no_class_counts_beside_noise,
     messages_fit_the_network,
     no_topology_with_a_server,
     some_model_is_evaluated,

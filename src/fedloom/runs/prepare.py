@@ -165,6 +165,8 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
         lacks.append("the data names its clients, but their rows are split; partition.kind=natural keeps them together")
     if not (config.evaluate.metrics or config.task.class_weights != "none"):
         lacks += one_class(arrays)
+    if config.privacy.on:
+        lacks += _taken_for_public(arrays)
     return Shared(
         arrays,
         found.owner,
@@ -188,6 +190,14 @@ def one_class(arrays: Arrays) -> list[str]:
         return []
     fix = "measure evaluate.metrics=balanced_accuracy,auc, and weigh classes with task.class_weights=balanced"
     return [f"{share:.0%} of the rows are '{arrays.labels[int(counts.argmax())]}', so accuracy hides the rest: {fix}"]
+
+
+def _taken_for_public(arrays: Arrays) -> list[str]:
+    """A warning if clients' rows are prepared by statistics of all of them, which epsilon does not account for."""
+    if arrays.recipe is None or arrays.recipe.statistics == "own":
+        return []
+    what = "medians, means and deviations of columns are of all clients' rows, without noise"
+    return [f"privacy: {what}: epsilon assumes that they are public; with data.statistics=own each client has its own"]
 
 
 def _of_the_task(config: Config, arrays: Arrays) -> Arrays:

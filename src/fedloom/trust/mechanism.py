@@ -7,6 +7,7 @@ client that is to be forgotten sends the same numbers again, which reveals nothi
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -137,12 +138,23 @@ class Guard(NamedTuple):
 
 def protected(guard: Guard, uploads: Any, ids: Tensor, senders: int, round_: int) -> Any:
     """The uploads [K, ...] as these clients send them, if ``senders`` clients send one in the round."""
+    if guard.key.by_content:
+        guard = guard._replace(key=noise.for_content(guard.key, _content(uploads, guard.deviation(senders), round_)))
     if guard.sums is not None and guard.features is not None:
         return _moves_and_means(guard, guard.sums, uploads, ids, round_)
     if guard.sums is not None:
         return noised_statistics(guard.sums, guard.deviation(senders), uploads, ids, guard.key)
     std = guard.deviation(senders) * guard.factors[ids]
     return noised_uploads(clipped_uploads(uploads, guard.clip), std, ids, guard.key, round_)
+
+
+def _content(uploads: Any, std: float, round_: int) -> bytes:
+    """What identifies uploads that are about to be noised, and how they are."""
+    digest = hashlib.sha256(repr((round_, std)).encode())
+    for name, leaf in tree.named_leaves(uploads):
+        digest.update(repr((name, tuple(leaf.shape), leaf.dtype)).encode())
+        digest.update(leaf.cpu().contiguous().numpy().tobytes())
+    return digest.digest()
 
 
 def _moves_and_means(guard: Guard, sums: HiddenSums, uploads: Any, ids: Tensor, round_: int) -> Any:

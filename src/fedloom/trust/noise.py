@@ -11,6 +11,7 @@ They are floating-point numbers, by the method of Box and Muller, and not harden
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import secrets
@@ -30,6 +31,7 @@ class Key:
 
     secret: bytes = field(repr=False)
     public: bool = False  # derived from the seed: anyone who knows that can subtract the noise
+    by_content: bool = False  # noise depends on what it is added to as well, not only on its address
 
     def number(self, name: str) -> int:
         """256 bits, as the seed of other secret randomness."""
@@ -44,6 +46,11 @@ def fresh_key() -> Key:
 def seeded(seed: int) -> Key:
     """The key of a public seed, for a simulation that can be repeated: it hides nothing."""
     return Key(hashlib.sha256(f"fedloom noise of seed {seed}".encode()).digest(), public=True)
+
+
+def for_content(key: Key, content: bytes) -> Key:
+    """A key of its own for this content: the same content has the same noise, and any other has independent noise."""
+    return Key(hmac.digest(key.secret, content, "sha256"))
 
 
 def as_text(key: Key) -> str:

@@ -91,6 +91,10 @@ def rule_refusals(how: Aggregation, senders: int) -> list[Fault]:
     if how.rule in ("krum", "multi_krum") and senders - f - 2 < 1:
         what = f"'{how.rule}' needs n - f - 2 > 0 neighbours, but a round has n = {senders} clients, of which f = {f}"
         faults.append(Fault("aggregation.rule", what, "lower aggregation.bad, or raise cohort.size"))
+    is_mean = how.rule == "trimmed_mean" or (how.rule == "multi_krum" and how.chosen is None)
+    if is_mean and how.bad and not f:
+        what = f"{how.bad:g} of the {senders} clients of a round is none: '{how.rule}' would be the plain mean"
+        faults.append(Fault("aggregation.bad", what, "raise it, or cohort.size; or set aggregation.rule=median"))
     if how.rule == "multi_krum" and how.chosen is not None and how.chosen > senders:
         faults.append(
             Fault("aggregation.chosen", f"{how.chosen} of {senders} clients of a round", f"at most {senders}")
@@ -153,7 +157,9 @@ def krum_scores(uploads: Any, f: int) -> Tensor:
     apart = torch.zeros(n, n, dtype=torch.float64, device=leaves[0].device)
     for leaf in leaves:
         flat = leaf.reshape(n, -1).double()
-        flat = flat - flat.mean(0)  # distances of points that are far from zero would lose their digits
+        # Distances of points that are far from zero would lose their digits. One huge upload moves the mean, but not
+        # the median: beside it all others would be equally near, and the first of them would be taken.
+        flat = flat - flat.median(0).values
         square = flat.square().sum(1)
         apart += square[:, None] + square[None] - 2 * flat @ flat.T
     apart = apart.clamp(min=0).fill_diagonal_(float("inf")).sort(dim=1).values

@@ -138,13 +138,14 @@ def composed(results: Sequence[Result]) -> list[str]:
     """What private cells have spent separately, and together if they read the same data.
 
     By basic composition: an observer of all of them learns as much about a client, or an example, as the sum allows. A
-    cell counts once, however often it is in the table; clients are the same only if the partition is.
+    cell counts once, however often it is in the table. Other seeds test on other rows of the same data; clients are the
+    same only if the partition is, or if they are those of the data.
     """
     private = {r.hash: (r, r.spent) for r in results if r.spent is not None}
     groups: dict[tuple[str, ...], list[tuple[Result, PrivacyCost]]] = {}
     for result, spent in private.values():
-        shared = result.partition if spent.unit == "client" else ""
-        groups.setdefault((spent.data, shared, spent.unit, spent.relation), []).append((result, spent))
+        shared = result.partition if spent.unit == "client" and not result.natural else ""
+        groups.setdefault((result.source or spent.data, shared, spent.unit, spent.relation), []).append((result, spent))
     out = []
     for (_, _, unit, relation), cells in groups.items():
         each = ", ".join(f"{r.method} (seed {r.seed}) {s.epsilon:.4g}" for r, s in cells)

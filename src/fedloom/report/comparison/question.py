@@ -39,6 +39,8 @@ class Result(NamedTuple):
     partition: str  # the fingerprint of the partition
     spent: PrivacyCost | None = None  # if it is private
     repairs: tuple[str, ...] = ()  # the notes of its partition
+    source: str = ""  # the settings of its data, if these are the same rows for every seed
+    natural: bool = False  # whether its clients are those of the data, for every seed
 
 
 class Caveat(NamedTuple):
