@@ -158,10 +158,10 @@ class Node:
             raise MessageError("'members' and 'seals' should name nodes of the contract")
         about = f"{facts['campaign']} {facts['run']} {whole(facts, 'round')} {facts.get('attempt')}"
         self._refuse_small(set(members), "members")
-        parties = Parties(about, tuple(members), whole(facts, "threshold"))
+        parties = Parties(about, tuple(members), whole(facts, "threshold"), names)
         certificates = {int(k): str(seal) for k, seal in seals.items()}
         self._session = None
-        session = new_session(self._place.folder, parties, self._place.client, dict(enumerate(names)), certificates)
+        session = new_session(self._place.folder, parties, self._place.client, certificates)
         reply = packed_sealed(parties, session.sealed(), {"round": facts["round"], "name": self._name})
         self._session = session
         return reply
