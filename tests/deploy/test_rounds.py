@@ -105,6 +105,33 @@ def test_an_evaluation_waits_for_nodes_and_is_marked_where_it_lacks_some(tmp_pat
     assert [(len(line["asked"]), len(line["answered"])) for line in lines] == [(3, 3), (3, 2)]
 
 
+def test_a_node_whose_loss_is_not_finite_is_left_out_of_an_evaluation_and_named(tmp_path: Path) -> None:
+    """Otherwise one node could end the run of all: the common model would seem to have diverged."""
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
+
+    def tamper(_: int, client: int, answer: bytes) -> bytes:
+        scores = client == 1 and unpacked(answer, len(answer)).kind == "evaluated"
+        return changed(answer, loss=torch.tensor([torch.nan]).double()) if scores else answer
+
+    transport, told = here(home), list[str]()
+    transport.tamper = tamper
+    assert conduct(home, transport, 1, told.append) is not None
+    assert "evaluate, round 1: Bea: says that its scores are not finite" in told
+    assert any(line.endswith("(personal: 2 of 3 nodes)") for line in told)
+
+
+def test_a_node_that_claims_more_rows_than_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
+    transport = here(home)
+    transport.tamper = lambda n, k, answer: (
+        packed(Envelope("welcome", unpacked(answer, len(answer)).facts | {"train": 10**12}, {}))
+        if (n, k) == (1, 1)
+        else answer
+    )
+    with pytest.raises(LostNodesError, match=r"Bea: says that it has 1,000,000,000,015 rows, where 100,000,000 are"):
+        conduct(home, transport, 1, print)
+
+
 def test_too_few_answers_are_an_error_that_names_the_nodes(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"), late_in({2}, 2))
     with pytest.raises(LostNodesError, match=r"round 1: 2 of 3 nodes answered, 3 are needed; Cem: is late"):
