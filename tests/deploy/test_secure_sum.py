@@ -157,7 +157,7 @@ def test_only_the_node_with_a_wrong_certificate_is_refused(tmp_path: Path) -> No
         if (n, k) == (1, 1)
         else answer
     )
-    with pytest.raises(LostNodesError, match="not complete; Bea: the certificate of 'Bea' .* is that of 'Ada'$"):
+    with pytest.raises(LostNodesError, match=r"not complete; Bea: the certificate of 'Bea' .* is that of 'Ada'$"):
         conduct(home, transport, 1, print)
 
 
@@ -256,6 +256,7 @@ def test_nodes_demand_it_and_methods_that_need_each_upload_are_refused(tmp_path:
             {"kind": "fedavg", "aggregation": {"rule": "median"}},
             r"aggregation\.rule: this rule needs every upload, .* \(got 'median'\) \(set aggregation\.rule=mean, or",
         ),
+        ({"kind": "fedavg", "cohort": {"size": 1}}, r"cohort\.size: the sum of one node is its upload"),
     ]
     for number, (more, why) in enumerate(cases):
         with pytest.raises(ConfigError, match=why):

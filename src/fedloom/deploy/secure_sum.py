@@ -184,12 +184,13 @@ def unmasked(
     for vector in vectors.values():
         total = total + vector
     for member, seals in sealed.items():
+        name = parties.names[member]
         shares = [(parties.members.index(by) + 1, theirs[member]) for by, theirs in given.items() if member in theirs]
         if len(shares) < parties.threshold:
-            raise MessageError(f"{len(shares)} shares of {parties.names[member]} came, and {parties.threshold} are needed")
+            raise MessageError(f"{len(shares)} shares of {name} came, and {parties.threshold} are needed")
         seed = Shamir.combine(shares[: parties.threshold], ssss=False)
         if _commitment(seed) != seals.commitments[member not in vectors]:
-            raise MessageError(f"the shares of {parties.names[member]} do not fit together: a node has sent a wrong one")
+            raise MessageError(f"the shares of {name} do not fit together: a node has sent a wrong one")
         if member in vectors:
             total = total - _stream(seed, len(total))
             continue
