@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,18 @@ def test_a_node_says_that_its_last_upload_did_not_count(tmp_path: Path) -> None:
         "round 1",
         "round 2 of 3",
     ]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("ditto", 1), ("fedavg", 0)])
+def test_a_node_that_has_lost_its_state_says_so(kind: str, told: int, tmp_path: Path) -> None:
+    """Otherwise its personal model would begin anew without a word; with FedAvg there is nothing to lose."""
+    federation, said = Federation(tmp_path, config_of(kind)), list[str]()
+    state = federation.advanced(rounds=1)
+    shutil.rmtree(tmp_path / "Bea" / "runs")
+    federation.transport.nodes[1] = Node(federation.places[1], said.append)
+    federation.advanced(state, rounds=2)
+    lost = "round 2: its state after round 1 is lost, so it began anew"
+    assert [line for line in said if "lost" in line] == [lost] * told
 
 
 def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:

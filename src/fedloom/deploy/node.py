@@ -213,7 +213,9 @@ class Node:
         if "attempt" in message.facts:
             session = self._session_of(message)
             boxes = self._boxes_of(message, session)
-        memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
+        counted = self._last_counted(message)
+        memory.go_to(order.round, counted if exp.algorithm.traits.mirrored else None)
+        newest = memory.newest
         # Shares of common noise must add up to all of it, even if only the required number of nodes answers.
         least = whole(message.facts, "least")
         if session is not None:  # this number is known here, and does not depend on the server's word
@@ -223,6 +225,9 @@ class Node:
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
+        if newest < counted and memory.has_state:
+            began = f"with that after round {newest + 1}" if newest >= 0 else "anew"
+            self._say(f"round {order.round + 1}: its state after round {counted + 1} is lost, so it began {began}")
         self._sent = whole(message.facts, "run"), order.round
         facts = {"round": order.round, "name": self._name}
         if session is None:
