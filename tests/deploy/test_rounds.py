@@ -121,6 +121,13 @@ def test_a_node_whose_loss_is_not_finite_is_left_out_of_an_evaluation_and_named(
     assert any(line.endswith("(personal: 2 of 3 nodes)") for line in told)
 
 
+def test_the_run_of_a_deployment_calls_the_nodes_by_their_names(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1), ("Hospital A", "Hospital B", "Hospital C"))
+    conduct(home, here(home), 1, print)
+    lines = (home / "runs" / "1" / "clients.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [[str(k), f"Hospital {name}"] for k, name in enumerate("ABC")]
+
+
 def test_a_node_that_claims_more_rows_than_fit_into_memory_is_refused(tmp_path: Path) -> None:
     home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
     transport = here(home)
