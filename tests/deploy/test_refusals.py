@@ -98,6 +98,15 @@ def test_a_node_that_starts_again_with_something_else_is_refused(
     federation.advanced(state, rounds=1)
 
 
+def test_a_node_gives_no_scores_if_none_were_agreed_on(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, evaluate={"personal": False}))
+    transport = here(home)
+    orders = heard(transport.nodes[0], "train")
+    conduct(home, transport, 1, print)
+    answer = transport.nodes[0].answer(packed(orders[0]._replace(kind="evaluate")))
+    assert why(answer).startswith("evaluate.personal: no scores of nodes were agreed on")
+
+
 UNFIT = {
     "twice": (["A", "A", "B"], "'A' is taken twice"),
     "alike": (["Ward 1", "ward-1"], "'Ward 1' and 'ward-1' would have the same folder, ward-1"),

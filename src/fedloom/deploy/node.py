@@ -256,6 +256,8 @@ class Node:
 
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
+        if not exp.evaluate.personal:
+            raise MessageError("evaluate.personal: no scores of nodes were agreed on, and the server asks for some")
         inquiry = inquiry_of(exp, message)
         memory.go_to(inquiry.round)
         found = evaluate_client(exp, inquiry, self._place.client, memory.store)
