@@ -206,12 +206,14 @@ def test_a_server_cannot_make_the_noise_of_a_secure_sum_smaller(tmp_path: Path) 
     assert float(moved.std()) * 3 == pytest.approx(1.0, rel=0.15)
 
 
-@pytest.mark.parametrize("host", ["https://fed.example.org", "fed.example.org:9443", "köln.example", "fed example", ""])
+@pytest.mark.parametrize(
+    "host", ["https://fed.example.org", "fed.example.org:9443", "köln.example", "fed example", "::1", ""]
+)
 def test_a_host_that_no_node_could_reach_is_refused_before_any_bundle_is_made(host: str, tmp_path: Path) -> None:
     words = ["deploy", "init", "--nodes", "Ada, Bea", "--host", host, "--out", str(tmp_path / "site")]
     said = CliRunner().invoke(app, [*words, "data=digits", "algorithm=fedavg"])
     assert isinstance(said.exception, ConfigError)
     assert [fault.where for fault in said.exception.faults] == ["--host"]
-    assert "a name or an address alone" in str(said.exception)
+    assert "a name (in ASCII) or an IPv4 address alone" in str(said.exception)
     assert not (tmp_path / "site").exists()
     assert Listens(host="10.0.0.3").host == "10.0.0.3"
