@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedloom.cli.main import app
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.conduct import conduct
 from fedloom.deploy.contract import AgreedTerms, differences
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import Envelope, packed, unpacked
 from fedloom.deploy.node import Node, Place, Policy
-from fedloom.deploy.site import SERVER_TOML, slugs_of
+from fedloom.deploy.site import SERVER_TOML, Listens, slugs_of
 from support.federation import Federation, a_site, config_of, contract_of, here, weights
 
 Change = Callable[[Envelope], Envelope]
@@ -94,6 +96,15 @@ def test_a_node_that_starts_again_with_something_else_is_refused(
         federation.advanced(state, rounds=1)
     federation.restart(1)
     federation.advanced(state, rounds=1)
+
+
+def test_a_node_gives_no_scores_if_none_were_agreed_on(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, evaluate={"personal": False}))
+    transport = here(home)
+    orders = heard(transport.nodes[0], "train")
+    conduct(home, transport, 1, print)
+    answer = transport.nodes[0].answer(packed(orders[0]._replace(kind="evaluate")))
+    assert why(answer).startswith("evaluate.personal: no scores of nodes were agreed on")
 
 
 UNFIT = {
@@ -193,3 +204,16 @@ def test_a_server_cannot_make_the_noise_of_a_secure_sum_smaller(tmp_path: Path) 
     conduct(home, transport, 1, print)
     moved = torch.cat([x.flatten() for x in weights(home / "runs" / "1")])
     assert float(moved.std()) * 3 == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "host", ["https://fed.example.org", "fed.example.org:9443", "köln.example", "fed example", "::1", ""]
+)
+def test_a_host_that_no_node_could_reach_is_refused_before_any_bundle_is_made(host: str, tmp_path: Path) -> None:
+    words = ["deploy", "init", "--nodes", "Ada, Bea", "--host", host, "--out", str(tmp_path / "site")]
+    said = CliRunner().invoke(app, [*words, "data=digits", "algorithm=fedavg"])
+    assert isinstance(said.exception, ConfigError)
+    assert [fault.where for fault in said.exception.faults] == ["--host"]
+    assert "a name (in ASCII) or an IPv4 address alone" in str(said.exception)
+    assert not (tmp_path / "site").exists()
+    assert Listens(host="10.0.0.3").host == "10.0.0.3"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,40 @@ def test_an_evaluation_waits_for_nodes_and_is_marked_where_it_lacks_some(tmp_pat
     assert [(len(line["asked"]), len(line["answered"])) for line in lines] == [(3, 3), (3, 2)]
 
 
+def test_a_node_whose_loss_is_not_finite_is_left_out_of_an_evaluation_and_named(tmp_path: Path) -> None:
+    """Otherwise one node could end the run of all: the common model would seem to have diverged."""
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
+
+    def tamper(_: int, client: int, answer: bytes) -> bytes:
+        scores = client == 1 and unpacked(answer, len(answer)).kind == "evaluated"
+        return changed(answer, loss=torch.tensor([torch.nan]).double()) if scores else answer
+
+    transport, told = here(home), list[str]()
+    transport.tamper = tamper
+    assert conduct(home, transport, 1, told.append) is not None
+    assert "evaluate, round 1: Bea: says that its scores are not finite" in told
+    assert any(line.endswith("(personal: 2 of 3 nodes)") for line in told)
+
+
+def test_the_run_of_a_deployment_calls_the_nodes_by_their_names(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1), ("Hospital A", "Hospital B", "Hospital C"))
+    conduct(home, here(home), 1, print)
+    lines = (home / "runs" / "1" / "clients.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [[str(k), f"Hospital {name}"] for k, name in enumerate("ABC")]
+
+
+def test_a_node_that_claims_more_rows_than_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1))
+    transport = here(home)
+    transport.tamper = lambda n, k, answer: (
+        packed(Envelope("welcome", unpacked(answer, len(answer)).facts | {"train": 10**12}, {}))
+        if (n, k) == (1, 1)
+        else answer
+    )
+    with pytest.raises(LostNodesError, match=r"Bea: says that it has 1,000,000,000,015 rows, where 100,000,000 are"):
+        conduct(home, transport, 1, print)
+
+
 def test_too_few_answers_are_an_error_that_names_the_nodes(tmp_path: Path) -> None:
     federation = Federation(tmp_path, config_of("fedavg"), late_in({2}, 2))
     with pytest.raises(LostNodesError, match=r"round 1: 2 of 3 nodes answered, 3 are needed; Cem: is late"):
@@ -149,6 +184,18 @@ def test_a_node_says_that_its_last_upload_did_not_count(tmp_path: Path) -> None:
         "round 1",
         "round 2 of 3",
     ]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("ditto", 1), ("fedavg", 0)])
+def test_a_node_that_has_lost_its_state_says_so(kind: str, told: int, tmp_path: Path) -> None:
+    """Otherwise its personal model would begin anew without a word; with FedAvg there is nothing to lose."""
+    federation, said = Federation(tmp_path, config_of(kind)), list[str]()
+    state = federation.advanced(rounds=1)
+    shutil.rmtree(tmp_path / "Bea" / "runs")
+    federation.transport.nodes[1] = Node(federation.places[1], said.append)
+    federation.advanced(state, rounds=2)
+    lost = "round 2: its state after round 1 is lost, so it began anew"
+    assert [line for line in said if "lost" in line] == [lost] * told
 
 
 def test_a_node_refuses_what_its_owner_does_not_allow(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from support.federation import Tamper, a_site, config_of, here, weights
 
 pytest.importorskip("flwr")
 from fedloom.deploy import keys
-from fedloom.deploy.secure_sum import BITS, Parties, Session, new_session, unmasked
+from fedloom.deploy.secure_sum import BITS, Parties, Session, fixed_point, new_session, unmasked
 
 QUIET = {"evaluate": {"personal": False}}
 NAMES = ("Ada", "Bea", "Cem", "Dan")
@@ -43,8 +43,8 @@ def seals(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[in
 
 def sessions(seals: tuple[list[Path], dict[int, str]], threshold: int = 3) -> list[Session]:
     folders, shown = seals
-    parties = Parties("a sum", tuple(range(len(NAMES))), threshold)
-    return [new_session(folder, parties, k, dict(enumerate(NAMES)), shown) for k, folder in enumerate(folders)]
+    parties = Parties("a sum", tuple(range(len(NAMES))), threshold, NAMES)
+    return [new_session(folder, parties, k, shown) for k, folder in enumerate(folders)]
 
 
 def shares_of(each: list[Session], left: list[int]) -> dict[int, dict[int, bytes]]:
@@ -111,25 +111,54 @@ def test_a_server_that_names_other_uploads_to_each_node_gets_no_share(seals: Any
 
 def test_forged_boxes_certificates_and_shares_are_noticed(seals: Any) -> None:
     folders, shown = seals
-    names = dict(enumerate(NAMES))
     each = sessions(seals)
     sealed = {k: one.sealed() for k, one in enumerate(each)}
-    with pytest.raises(MessageError, match="was not sealed by it for this sum"):  # Bea's box for Cem, shown to Ada
+    with pytest.raises(MessageError, match="the box of Bea was not sealed by it"):  # Bea's box for Cem, shown to Ada
         each[0].masked(np.ones(3), {1: sealed[1].boxes[2]})
     _, key, certificate = keys.new_authority("another")
     forged = shown | {1: keys.new_seal("Bea", key, certificate).public.decode()}
     swapped = shown | {1: shown[2]}
     for others, why in ((forged, "is not the authority's"), (swapped, "is that of 'Cem'"), ({}, "not the authority's")):
         with pytest.raises(MessageError, match=why):
-            new_session(folders[0], each[0].parties, 0, names, others)
+            new_session(folders[0], each[0].parties, 0, others)
     for members, threshold in (((0, 1, 2, 3), 2), ((0,), 1), ((1, 2, 3), 3), ((0, 1, 1), 2)):
         with pytest.raises(MessageError, match=r"threshold should be more than half|needs two nodes"):
-            new_session(folders[0], Parties("a sum", members, threshold), 0, names, shown)
+            new_session(folders[0], Parties("a sum", members, threshold, NAMES), 0, shown)
     vectors = {k: each[k].masked(np.ones(3), {j: sealed[j].boxes[k] for j in sealed if j != k}) for k in (1, 2, 3)}
     given = shares_of(each, [1, 2, 3])
     given[2] = {member: bytes(16) for member in given[2]}
     with pytest.raises(MessageError, match="a node has sent a wrong one"):
         unmasked(each[0].parties, vectors, sealed, given)
+
+
+def test_a_node_that_sends_no_public_key_is_named(seals: Any) -> None:
+    """Zeros are a point of small order, with which there is no common key."""
+    each = sessions(seals)
+    sealed = {k: one.sealed() for k, one in enumerate(each)}
+    vectors = {k: each[k].masked(np.ones(3), {j: sealed[j].boxes[k] for j in sealed if j != k}) for k in (0, 1, 2)}
+    given = shares_of(each, [0, 1, 2])
+    sealed[1] = sealed[1]._replace(public=bytes(32))
+    with pytest.raises(MessageError, match="Bea has sent a public key that is none"):
+        unmasked(each[0].parties, vectors, sealed, given)
+
+
+def test_the_refusal_of_a_vector_names_no_number_of_it() -> None:
+    with pytest.raises(MessageError, match=r"^has a number that is too large .* below 3\.58e\+08$"):
+        fixed_point(np.array([1.0, 4.56e8]), 3)
+
+
+def test_only_the_node_with_a_wrong_certificate_is_refused(tmp_path: Path) -> None:
+    """Any other node would refuse a sum with it: the round would be lost, and only those named that are right."""
+    home = a_site(tmp_path / "site", config_of("fedavg", rounds=1, **QUIET), secure_sum=True)
+    transport = here(home)
+    other = (home.parent / "ada" / "seal.crt").read_text()
+    transport.tamper = lambda n, k, answer: (
+        packed(Envelope("welcome", unpacked(answer, len(answer)).facts | {"seal": other}, {}))
+        if (n, k) == (1, 1)
+        else answer
+    )
+    with pytest.raises(LostNodesError, match=r"not complete; Bea: the certificate of 'Bea' .* is that of 'Ada'$"):
+        conduct(home, transport, 1, print)
 
 
 def seen_by(to: dict[str, list[bytes]]) -> Tamper:
@@ -227,6 +256,7 @@ def test_nodes_demand_it_and_methods_that_need_each_upload_are_refused(tmp_path:
             {"kind": "fedavg", "aggregation": {"rule": "median"}},
             r"aggregation\.rule: this rule needs every upload, .* \(got 'median'\) \(set aggregation\.rule=mean, or",
         ),
+        ({"kind": "fedavg", "cohort": {"size": 1}}, r"cohort\.size: the sum of one node is its upload"),
     ]
     for number, (more, why) in enumerate(cases):
         with pytest.raises(ConfigError, match=why):

@@ -51,13 +51,17 @@ def init(
     They contain the contract, a certificate authority, certificates, and a bundle for each node.
     """
     _ready()
+    from fedloom.core.errors import ConfigError
+    from fedloom.core.schema import read
     from fedloom.deploy.site import Listens, initialise
     from fedloom.runs.start import load_config
 
     config = load_config(*file_and_overrides(settings or []), trust=trust)
     names = [name.strip() for name in nodes.split(",") if name.strip()]
     bind = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
-    listens = Listens(host=host, bind=bind, port=port)
+    listens, faults = read(Listens, {"host": host, "bind": bind, "port": port}, "-")
+    if listens is None:
+        raise ConfigError([fault._replace(where=fault.where.replace("-.", "--")) for fault in faults])
     slugs = initialise(config, names, listens, out, root_or_default(data_root), secure_sum=secure_sum)
     print(f"{out}/server: stays with the coordinator")
     for slug in slugs:

@@ -122,7 +122,7 @@ def _conducted(home: Path, transport: Transport, run: int, say: Say) -> History:
     if not begun:
         write_population(home, run, population)
     key = read_key(path) if begun else None
-    prepared = server_end(config, share(config, default_root()), population, nodes, key)
+    prepared = server_end(config, share(config, default_root()), population, nodes, key, contract.nodes)
     with held(path, opened if begun else lambda at: create(at, as_toml(config)), ALONE) as folder:
         assert folder is not None
         with storage(path):

@@ -265,6 +265,8 @@ def unsummable(config: Config) -> list[Fault]:
     if config.cohort.sampling == "proportional":
         what = "may draw a node twice, but a secure sum counts each once"
         faults.append(Fault("cohort.sampling", f"{what} (got 'proportional')", "set cohort.sampling=uniform"))
+    if config.cohort.size == 1 and config.cohort.sampling != "all":
+        faults.append(Fault("cohort.size", "the sum of one node is its upload (got 1)", "set 2 or more"))
     return faults
 
 

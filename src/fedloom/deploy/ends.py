@@ -66,16 +66,24 @@ def rows_of_node(arrays: Arrays, holdout: float, seed: int) -> OwnRows:
 
 
 def server_end(
-    config: Config, shared: Shared, population: Population, fleet: Fleet, key: Key | None = None
+    config: Config,
+    shared: Shared,
+    population: Population,
+    fleet: Fleet,
+    key: Key | None = None,
+    names: tuple[str, ...] = (),
 ) -> Prepared:
-    """The server's experiment: of ``shared``, its own data, only test rows and the proxy are used."""
+    """The server's experiment: of ``shared``, its own data, only test rows and the proxy are used.
+
+    ``names``: what the nodes are called in the run's tables.
+    """
     device, clients = run_device(config), len(population.train)
     arrays = _tests_of(shared.arrays)
     one = (np.zeros(1, np.int64), clients, np.zeros(1, np.bool_))
     fed = federate(arrays, *one, device=device, augment=config.data.augment)
     blank = torch.zeros(1, dtype=torch.int64)
     fed = fed._replace(train=counted(blank, None, population.train), test=counted(blank, None, population.test))
-    known = Shared(arrays, *_dealt(population), clients, (), shared.proxy, elsewhere=True)
+    known = Shared(arrays, *_dealt(population), clients, (), shared.proxy, elsewhere=True, called=names)
     prepared = assembled(config, known, fed, device, 1, key)
     return prepared._replace(experiment=replace(prepared.experiment, fleet=fleet))
 

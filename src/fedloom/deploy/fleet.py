@@ -42,6 +42,7 @@ from fedloom.runs.loop import InterruptedRun
 T = TypeVar("T")
 _SHOWN = ("test/accuracy", "test/mae", "test/loss")
 ROUNDS, STOP, POPULATION = "rounds.jsonl", "stop", "population.json"
+_MOST_ROWS = 10**8  # of a node: the server, and every node, keep a number for each row of all nodes
 
 
 class LostNodesError(FedloomError):
@@ -157,7 +158,10 @@ class RemoteNodes:
 
     def _welcome(self, client: int, facts: Mapping[str, Any]) -> tuple[int, int]:
         self._check_name(client, facts)
-        return whole(facts, "train"), whole(facts, "test")
+        train, test = whole(facts, "train"), whole(facts, "test")
+        if train + test > _MOST_ROWS:
+            raise MessageError(f"says that it has {train + test:,} rows, where {_MOST_ROWS:,} are the most")
+        return train, test
 
     # -- in a round -------------------------------------------------------------------------------
     def train(self, exp: Experiment, order: Order, ids: list[int]) -> dict[int, Outcome]:
@@ -211,7 +215,7 @@ class RemoteNodes:
         there, away = self._greeted(ids)
         needed = self._rules.needed(len(ids))  # nodes that are not connected are waited for, as in training
         replies = self._ask(
-            data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, client, reply), needed
+            data, there, self._rules.deadline, lambda client, reply: verdicts_of(exp, inquiry, client, reply), needed
         )
         replies = replies._replace(failed=replies.failed | away)
         self._log("evaluate", inquiry.round, ids, replies)

@@ -32,6 +32,16 @@ class Memory:
         self.store = DiskStore(folder / "clients", clients)
         self._points = _read(self._file)
 
+    @property
+    def newest(self) -> int:
+        """The last round after which a state is kept, counted from 0; -1 if there is none."""
+        return self._points[-1].round if self._points else -1
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the client kept anything in its last round: with some methods it keeps nothing."""
+        return bool(self._points and self._points[-1].memo["lines"])
+
     def go_to(self, round_: int, counted: int | None = None) -> None:
         """Load the state with which the client begins this round into the store.
 

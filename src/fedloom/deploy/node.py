@@ -158,10 +158,10 @@ class Node:
             raise MessageError("'members' and 'seals' should name nodes of the contract")
         about = f"{facts['campaign']} {facts['run']} {whole(facts, 'round')} {facts.get('attempt')}"
         self._refuse_small(set(members), "members")
-        parties = Parties(about, tuple(members), whole(facts, "threshold"))
+        parties = Parties(about, tuple(members), whole(facts, "threshold"), names)
         certificates = {int(k): str(seal) for k, seal in seals.items()}
         self._session = None
-        session = new_session(self._place.folder, parties, self._place.client, dict(enumerate(names)), certificates)
+        session = new_session(self._place.folder, parties, self._place.client, certificates)
         reply = packed_sealed(parties, session.sealed(), {"round": facts["round"], "name": self._name})
         self._session = session
         return reply
@@ -213,7 +213,9 @@ class Node:
         if "attempt" in message.facts:
             session = self._session_of(message)
             boxes = self._boxes_of(message, session)
-        memory.go_to(order.round, self._last_counted(message) if exp.algorithm.traits.mirrored else None)
+        counted = self._last_counted(message)
+        memory.go_to(order.round, counted if exp.algorithm.traits.mirrored else None)
+        newest = memory.newest
         # Shares of common noise must add up to all of it, even if only the required number of nodes answers.
         least = whole(message.facts, "least")
         if session is not None:  # this number is known here, and does not depend on the server's word
@@ -223,6 +225,9 @@ class Node:
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
+        if newest < counted and memory.has_state:
+            began = f"with that after round {newest + 1}" if newest >= 0 else "anew"
+            self._say(f"round {order.round + 1}: its state after round {counted + 1} is lost, so it began {began}")
         self._sent = whole(message.facts, "run"), order.round
         facts = {"round": order.round, "name": self._name}
         if session is None:
@@ -251,6 +256,8 @@ class Node:
 
     def _evaluate(self, message: Envelope) -> bytes:
         exp, memory = self._end(message)
+        if not exp.evaluate.personal:
+            raise MessageError("evaluate.personal: no scores of nodes were agreed on, and the server asks for some")
         inquiry = inquiry_of(exp, message)
         memory.go_to(inquiry.round)
         found = evaluate_client(exp, inquiry, self._place.client, memory.store)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedloom.deploy.contract import Contract
 from fedloom.deploy.fleet import LostNodesError, RemoteNodes, Replies, Rules, Transport
+from fedloom.deploy.keys import certified_key
 from fedloom.deploy.messages import Envelope, MessageError, packed
 from fedloom.deploy.secure_sum import BOX, CODE, Parties, Sealed, unmasked
 from fedloom.deploy.secure_talk import (
@@ -35,6 +36,8 @@ class SecureNodes(RemoteNodes):
     def _welcome(self, client: int, facts: Mapping[str, Any]) -> tuple[int, int]:
         if not isinstance(facts.get("seal"), str):
             raise MessageError("has no certificate for secure sums (seal.crt); make one with: fedloom deploy renew")
+        # The others would refuse a sum with a wrong certificate: here only the node that has it is left out.
+        certified_key(facts["seal"], (self._folder / "ca.crt").read_bytes(), self._contract.nodes[client])
         self._seals[client] = str(facts["seal"])
         return super()._welcome(client, facts)
 
@@ -43,7 +46,8 @@ class SecureNodes(RemoteNodes):
 
     def _uploads(self, exp: Experiment, order: Order, ids: list[int], needed: int, facts: dict[str, Any]) -> Replies:
         attempt = secrets.token_hex(16)
-        parties = Parties(f"{self._contract.campaign} {self.run} {order.round} {attempt}", tuple(ids), needed)
+        about = f"{self._contract.campaign} {self.run} {order.round} {attempt}"
+        parties = Parties(about, tuple(ids), needed, self._contract.nodes)
 
         def ask(kind: str, more: dict[str, Any], to: list[int], read: Callable[..., Any], tensors: Any = ()) -> Replies:
             message = packed(Envelope(kind, facts | {"attempt": attempt} | more, dict(tensors)))

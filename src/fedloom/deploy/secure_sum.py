@@ -50,6 +50,7 @@ class Parties(NamedTuple):
     about: str
     members: tuple[int, ...]  # the nodes, by number
     threshold: int  # how many of them must remain at the end
+    names: tuple[str, ...]  # of all nodes, by number
 
 
 class Sealed(NamedTuple):
@@ -102,7 +103,7 @@ class Session:
         words = fixed_point(vector, len(self.parties.members)) + _stream(self._seeds.own, len(vector))
         mine = _common_key(self._seeds.common)
         for other, public in publics.items():
-            words = _with_common(words, self.me, other, _agreed(mine, public, self.parties.about))
+            words = _with_common(words, self.me, other, _agreed(mine, public, self.parties, other))
         return words
 
     def vouched(self, arrived: Sequence[int]) -> dict[int, bytes]:
@@ -145,7 +146,7 @@ class Session:
         try:
             content = bytes(self._cipher(other).decrypt(box[:12], box[12:], self._about(other, self.me)))
         except InvalidTag:
-            raise MessageError(f"the box of node {other} was not sealed by it for this sum") from None
+            raise MessageError(f"the box of {self.parties.names[other]} was not sealed by it for this sum") from None
         public, own, common = content[:PUBLIC], content[PUBLIC : PUBLIC + SEED], content[PUBLIC + SEED :]
         self._shares[other] = Shares(own, common)
         return public
@@ -158,7 +159,7 @@ class Session:
         return f"{self.parties} {sender} {receiver}".encode()
 
 
-def new_session(folder: Path, parties: Parties, me: int, names: Mapping[int, str], seals: Mapping[int, str]) -> Session:
+def new_session(folder: Path, parties: Parties, me: int, seals: Mapping[int, str]) -> Session:
     """A session of the node whose folder this is, with members whose certificates are the authority's."""
     members = parties.members
     if len(set(members)) != len(members) or me not in members or len(members) < 2:
@@ -167,7 +168,7 @@ def new_session(folder: Path, parties: Parties, me: int, names: Mapping[int, str
         what = f"its threshold should be more than half of its {len(members)} nodes (got {parties.threshold})"
         raise MessageError(f"{what}: else the server could ask some for the one seed of a node, and some for the other")
     authority = (folder / "ca.crt").read_bytes()
-    others = {k: certified_key(seals.get(k, ""), authority, names[k]) for k in members if k != me}
+    others = {k: certified_key(seals.get(k, ""), authority, parties.names[k]) for k in members if k != me}
     key = serialization.load_pem_private_key((folder / SEAL_KEY).read_bytes(), None)
     return Session(parties, me, key, others)
 
@@ -183,25 +184,30 @@ def unmasked(
     for vector in vectors.values():
         total = total + vector
     for member, seals in sealed.items():
+        name = parties.names[member]
         shares = [(parties.members.index(by) + 1, theirs[member]) for by, theirs in given.items() if member in theirs]
         if len(shares) < parties.threshold:
-            raise MessageError(f"{len(shares)} shares of node {member} came, and {parties.threshold} are needed")
+            raise MessageError(f"{len(shares)} shares of {name} came, and {parties.threshold} are needed")
         seed = Shamir.combine(shares[: parties.threshold], ssss=False)
         if _commitment(seed) != seals.commitments[member not in vectors]:
-            raise MessageError(f"the shares of node {member} do not fit together: a node has sent a wrong one")
+            raise MessageError(f"the shares of {name} do not fit together: a node has sent a wrong one")
         if member in vectors:
             total = total - _stream(seed, len(total))
             continue
         for other in vectors:  # the others' common masks with the lost node, which have not cancelled out
-            total = _with_common(total, member, other, _agreed(_common_key(seed), sealed[other].public, parties.about))
+            key = _agreed(_common_key(seed), sealed[other].public, parties, other)
+            total = _with_common(total, member, other, key)
     return floating(total)
 
 
 def fixed_point(vector: NDArray[np.float64], members: int) -> Words:
-    """Numbers as integer multiples of 2**-BITS; refused if a sum of them might overflow."""
+    """Numbers as integer multiples of 2**-BITS; refused if a sum of them might overflow.
+
+    The refusal, which the server reads, names no number of the vector.
+    """
     most = 2.0 ** (62 - BITS) / members
     if not (np.abs(vector) < most).all():
-        raise MessageError(f"a number of {np.abs(vector).max():.3g} is too large for a secure sum (below {most:.3g})")
+        raise MessageError(f"has a number that is too large for a secure sum, whose numbers are below {most:.3g}")
     return np.rint(vector * 2.0**BITS).astype(np.int64).view(np.uint64)
 
 
@@ -215,8 +221,13 @@ def _with_common(words: Words, one: int, other: int, key: bytes) -> Words:
     return words + mask if one < other else words - mask
 
 
-def _agreed(key: Any, public: bytes, about: str) -> bytes:
-    return _derived(key.exchange(X25519PublicKey.from_public_bytes(public)), f"mask {about}")
+def _agreed(key: Any, public: bytes, parties: Parties, other: int) -> bytes:
+    """The key of the mask that a node has in common with ``other``, whose public key this is."""
+    try:
+        shared = key.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:  # a point of small order
+        raise MessageError(f"{parties.names[other]} has sent a public key that is none") from None
+    return _derived(shared, f"mask {parties.about}")
 
 
 def _common_key(seed: bytes) -> Any:

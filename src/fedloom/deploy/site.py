@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tomli_w
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedloom.core import disk
 from fedloom.core.errors import ConfigError, DataError, Fault
@@ -41,6 +42,7 @@ from fedloom.runs.settings import Config
 SERVER, AUTHORITY, CONTRACT = "server", "authority", "contract"
 NODES, RUNS, STATE = "nodes.json", "runs", "state.json"
 _LOCK = ".run.lock"
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 SERVER_TOML, NODE_TOML = "server.toml", "node.toml"
 
 
@@ -56,6 +58,14 @@ class Listens(Spec):
     proxied: int = Field(
         0, ge=0, le=65535, description="the port on 127.0.0.1 to which your reverse proxy forwards; 0: there is none"
     )
+
+    @field_validator("host")
+    @classmethod
+    def _is_a_host(cls, host: str) -> str:
+        """An error now, rather than in the bundles that all nodes already have."""
+        if not _HOST.fullmatch(host):
+            raise ValueError("should be a name (in ASCII) or an IPv4 address alone, without https:// and port")
+        return host
 
     @property
     def place(self) -> tuple[str, int]:

@@ -116,8 +116,11 @@ def _areas(found: Verdicts) -> dict[str, Tensor]:
     return {f"auc.{name}": area for name, area in found.auc.items()}
 
 
-def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
-    """The scores of a node's model, as reported by the node."""
+def verdicts_of(exp: Experiment, inquiry: Inquiry, client: int, data: bytes) -> Verdicts:
+    """The scores of a node's model, as reported by the node.
+
+    The loss of its own model may not be finite. That of the common one would end the run for all.
+    """
     tensors = expected(data, "evaluated", most_bytes()).tensors
     names = ["rows", "correct", "loss", *(f"auc.{name}" for name in exp.measures)]
     if set(tensors) != set(names) or any(x.shape != (1,) or x.dtype != torch.float64 for x in tensors.values()):
@@ -130,6 +133,9 @@ def verdicts_of(exp: Experiment, client: int, data: bytes) -> Verdicts:
         raise MessageError(
             f"says that {first} sums up to {float(correct):g} on {float(rows):g} rows, which is impossible"
         )
+    common = isinstance(inquiry.model, Tensor)
+    if any(bool(area.isinf()) for area in areas) or (common and not bool(loss.isfinite())):
+        raise MessageError("says that its scores are not finite")
     return Verdicts(torch.tensor([client]), rows, correct, loss, dict(zip(exp.measures, areas, strict=True)), first)
 
 

@@ -60,6 +60,7 @@ class Shared(NamedTuple):
     corruption: str = ""  # the kind of corruption
     validation: NDArray[np.bool_] | None = None  # [n] whether it is for validation, where any is
     elsewhere: bool = False  # whether the clients' rows are on their machines, and only the counts are known here
+    called: tuple[str, ...] = ()  # the names of clients that are elsewhere
 
     @property
     def labels(self) -> Ints:
@@ -67,8 +68,8 @@ class Shared(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the clients are called: as the data calls them, or by their numbers."""
-        return self.names_in_data or tuple(str(k) for k in range(self.clients))
+        """What the clients are called: by their contract, as the data calls them, or by their numbers."""
+        return self.called or self.names_in_data or tuple(str(k) for k in range(self.clients))
 
     @property
     def names_in_data(self) -> tuple[str, ...]:
