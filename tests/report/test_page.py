@@ -404,9 +404,19 @@ def test_a_network_downloads_nothing() -> None:
 
 def test_a_note_on_rare_classes_is_said_in_chinese() -> None:
     y, test = np.array([0] * 9 + [1]), np.zeros(10, bool)
-    [note] = one_class(Arrays("t", np.zeros((10, 1), np.float32), y, test, ("no", "yes"), recipe="a table"))
-    assert "no" in language.sentence_in("zh", note)
-    assert "accuracy hides" not in language.sentence_in("zh", note)
+    table = Arrays("t", np.zeros((10, 1), np.float32), y, test, ("no", "yes"), recipe="a table")
+    for private in (False, True):
+        [note] = one_class(table, private=private)
+        assert "no" in language.sentence_in("zh", note)
+        assert "accuracy hides" not in language.sentence_in("zh", note)
+
+
+def test_a_private_run_is_not_advised_to_weigh_classes() -> None:
+    """Weights of classes count the classes of all clients, and are refused where privacy hides them."""
+    y, test = np.array([0] * 9 + [1]), np.zeros(10, bool)
+    table = Arrays("t", np.zeros((10, 1), np.float32), y, test, ("no", "yes"), recipe="a table")
+    assert "class_weights" in one_class(table)[0]
+    assert "class_weights" not in one_class(table, private=True)[0]
 
 
 def test_each_method_has_its_own_lowest_tenth() -> None:

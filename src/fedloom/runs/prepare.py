@@ -165,7 +165,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     if arrays.clients and not isinstance(partition, Natural):
         lacks.append("the data names its clients, but their rows are split; partition.kind=natural keeps them together")
     if not (config.evaluate.metrics or config.task.class_weights != "none"):
-        lacks += one_class(arrays)
+        lacks += one_class(arrays, private=config.privacy.on)
     if config.privacy.on:
         lacks += _taken_for_public(arrays)
     return Shared(
@@ -181,7 +181,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     )
 
 
-def one_class(arrays: Arrays) -> list[str]:
+def one_class(arrays: Arrays, *, private: bool = False) -> list[str]:
     """A warning if most rows of a table are of one class: accuracy then hides the others."""
     if arrays.recipe is None or arrays.target is not None or arrays.classes < 2:
         return []
@@ -189,7 +189,8 @@ def one_class(arrays: Arrays) -> list[str]:
     share = counts.max() / counts.sum()
     if share < 0.8:
         return []
-    fix = "measure evaluate.metrics=balanced_accuracy,auc, and weigh classes with task.class_weights=balanced"
+    fix = "measure evaluate.metrics=balanced_accuracy,auc"
+    fix += "" if private else ", and weigh classes with task.class_weights=balanced"  # which privacy refuses
     return [f"{share:.0%} of the rows are '{arrays.labels[int(counts.argmax())]}', so accuracy hides the rest: {fix}"]
 
 

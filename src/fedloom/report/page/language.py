@@ -245,6 +245,9 @@ _CHINESE_SPREAD = {"_mean": "各客户端的算术平均", "_std": "各客户端
 
 # Notes below tables and names of differences, as comparisons write them; {} is what differs from one to the other.
 _CHINESE_SENTENCES = {
+    "{} of the rows are {}, so accuracy hides the rest: measure evaluate.metrics=balanced_accuracy,auc": (
+        "{} 的样本属于类别 {}，准确率会掩盖其余类别的表现：请用 evaluate.metrics=balanced_accuracy,auc 评估"
+    ),
     (
         "{} of the rows are {}, so accuracy hides the rest: measure evaluate.metrics=balanced_accuracy,auc, and weigh "
         "classes with task.class_weights=balanced"
