@@ -23,6 +23,7 @@ from fedloom.data.arrays import Arrays, Ints, checked
 from fedloom.data.columns import (
     Recipe,
     StatisticsBy,
+    constants,
     encoded,
     filled_and_scaled,
     identifiers,
@@ -30,6 +31,8 @@ from fedloom.data.columns import (
     learned_scaling,
     own_scalings,
     refuse_bad,
+    stand_in,
+    way_of_dates,
 )
 from fedloom.data.files import (
     LAYOUTS,
@@ -425,7 +428,7 @@ class Table(File):
         test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
         recipe, x = self.prepared(table, rows, ~test)
         holders = [rows.clients[k] for k in rows.client] if recipe.own and rows.client is not None else None
-        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table))
+        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table, ~test))
         x = filled_and_scaled(x, recipe, holders)
         found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
         return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
@@ -444,20 +447,33 @@ class Table(File):
             split=self.split,
             dropped=self.drop,
             features=features,
-            day_first=self.day_first,
+            day_first=way_of_dates(table) if self.day_first is None else self.day_first,
             statistics=self.statistics,
             scaling=common,
             own=own,
         )
         return recipe, x
 
-    def pointed_out(self, table: RawTable) -> list[str]:
-        """Notes on choices of columns that look like mistakes."""
-        return [
+    def pointed_out(self, table: RawTable, train: NDArray[np.bool_]) -> list[str]:
+        """Notes on choices of columns, and on numbers, that look like mistakes."""
+        chosen, indices, same = {*self.features}, identifiers(table), constants(table, train)
+        notes = [
             f"column '{name}' has a different whole number in every row: if it is only an index, set data.drop={name}"
-            for name in identifiers(table)
-            if name not in self.features
+            for name in indices
+            if name not in chosen
         ]
+        if dull := [name for name in same if name not in chosen]:
+            what = "nothing can be learned from columns with one value, or none, in training rows"
+            notes.append(f"{what}: set data.drop={','.join(dull)}")
+        for name, column in table.columns.items():
+            if column.code and name not in (*indices, *same):
+                what = f"has numbers that begin with zeros, such as {column.code}, and is read without them"
+                notes.append(f"column '{name}' {what}: if they are codes, set data.words={name}")
+            if (value := stand_in(column)) is not None:
+                rows = int((column.values == value).sum())
+                what = f"has {value:g} in {rows:,} row{'s' * (rows > 1)}, far from all its other values"
+                notes.append(f"column '{name}' {what}: if it stands for a missing value, leave these cells empty")
+        return notes
 
 
 class Csv(Table):
