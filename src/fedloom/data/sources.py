@@ -114,7 +114,7 @@ class Source(Kind):
         else:
             mean, std = self.scale(rows.x, test)
         found = Arrays(self.name, rows.x, rows.y, test, rows.labels, mean, std, rows.client, rows.clients)
-        return checked(found._replace(target=rows.target))
+        return checked(found._replace(target=rows.target, notes=unequal_scales(rows.x, test, "scale them in the file")))
 
 
 class Undivided(Source):
@@ -558,7 +558,8 @@ def from_arrays(
         scale = rows.x[~kept].astype(np.float64)
         mean, std = tuple(scale.mean(0).tolist()), tuple(np.where(scale.std(0) > 0, scale.std(0), 1.0).tolist())
     found = Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients)
-    notes = () if standardise else unequal_scales(rows.x, kept)
+    fix = "scale them, or pass data={'x': x, 'y': y, 'standardise': True}"
+    notes = () if standardise else unequal_scales(rows.x, kept, fix)
     return checked(found._replace(notes=notes, target=rows.target))
 
 
@@ -649,7 +650,7 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
     return test
 
 
-def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
+def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_], fix: str) -> tuple[str, ...]:
     """A note if features have very different scales: nets learn badly from such rows."""
     if x.ndim != 2 or not x.size or x.dtype != np.float32 or not (~test).any():
         return ()
@@ -660,7 +661,7 @@ def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
     if not len(moving) or (moving.max() < 100 * moving.min() and far < 100):
         return ()
     what = f"features have very different scales (std from {moving.min():.3g} to {moving.max():.3g})"
-    return (f"{what}: scale them, or pass data={{'x': x, 'y': y, 'standardise': True}}",)
+    return (f"{what}: {fix}",)
 
 
 def pixel_scale(x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:
