@@ -509,6 +509,13 @@ def number_of(word: str) -> int | float | None:
     return int(number) if math.isfinite(number) and number.is_integer() else number
 
 
+def known_as(word: str, known: Sequence[str]) -> str:
+    """The known name that a word means: the same, or the only one that is the same number, as 1 for 01 and 1.0."""
+    number = number_of(word)
+    same = [name for name in known if name == word] or [name for name in known if number_of(name) == number is not None]
+    return same[0] if len(same) == 1 else word
+
+
 def _not_whole(what: str, got: str) -> str:
     """What is wrong with a number that names no class."""
     fix = " (to learn numbers: task=regression)" if what.startswith("label") and "nan" not in got else ""
