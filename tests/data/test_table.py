@@ -238,6 +238,13 @@ def test_columns_and_numbers_that_look_like_mistakes_are_pointed_out(tmp_path: P
     )
 
 
+def test_a_target_that_may_stand_for_a_missing_value_is_pointed_out(tmp_path: Path) -> None:
+    rows = "".join(f"{k % 9},{-99 if k == 7 else 100 + k % 40}\n" for k in range(60))
+    notes = Csv(path=str(messy(tmp_path, "x,label\n" + rows))).with_numbers().load(tmp_path, 0).notes
+    what = "has -99 in 1 row, far from all its other values: if it stands for a missing value, remove these rows"
+    assert notes == (f"column 'label' {what}",)
+
+
 def test_gaps_are_found_in_parquet_as_in_csv(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     cells = [" NA ", "x", " y", "?", None]

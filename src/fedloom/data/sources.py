@@ -54,7 +54,16 @@ from fedloom.data.files import (
     words_of,
 )
 from fedloom.data.published import refuse_changed
-from fedloom.data.table import ColumnChoice, RawTable, csv_header, parquet_header, read_csv, read_parquet, with_points
+from fedloom.data.table import (
+    Column,
+    ColumnChoice,
+    RawTable,
+    csv_header,
+    parquet_header,
+    read_csv,
+    read_parquet,
+    with_points,
+)
 from fedloom.data.targets import decoded
 
 TEST_SHARE = 0.2
@@ -429,6 +438,8 @@ class Table(File):
         recipe, x = self.prepared(table, rows, ~test)
         holders = [rows.clients[k] for k in rows.client] if recipe.own and rows.client is not None else None
         notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table, ~test))
+        if rows.target is not None:
+            notes += (*_stand_in(self.label, Column("number", rows.target), "remove these rows"),)
         x = filled_and_scaled(x, recipe, holders)
         found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
         return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
@@ -469,11 +480,18 @@ class Table(File):
             if column.code and name not in (*indices, *same):
                 what = f"has numbers that begin with zeros, such as {column.code}, and is read without them"
                 notes.append(f"column '{name}' {what}: if they are codes, set data.words={name}")
-            if (value := stand_in(column)) is not None:
-                rows = int((column.values == value).sum())
-                what = f"has {value:g} in {rows:,} row{'s' * (rows > 1)}, far from all its other values"
-                notes.append(f"column '{name}' {what}: if it stands for a missing value, leave these cells empty")
+            notes += _stand_in(name, column, "leave these cells empty")
         return notes
+
+
+def _stand_in(name: str, column: Column, fix: str) -> list[str]:
+    """A note on a number that may stand for a missing value."""
+    value = stand_in(column)
+    if value is None:
+        return []
+    rows = int((column.values == value).sum())
+    what = f"has {value:g} in {rows:,} row{'s' * (rows > 1)}, far from all its other values"
+    return [f"column '{name}' {what}: if it stands for a missing value, {fix}"]
 
 
 class Csv(Table):
