@@ -532,6 +532,7 @@ BAD_CSV = [
     ("a,a,label\n1,2,x\n", "column 'a' occurs twice"),
     ("label\nx\n", "has no column of features"),
     (",a,label\n0,1,x\n", "column 1 has no name"),
+    ("sep=;\na;label\n1;x\n", "its first line, sep=, is for Excel and must be deleted"),
     ('a,label\n1,"x\n', "line 2: is not well-formed CSV"),
 ]
 

@@ -138,6 +138,10 @@ def _header(path: Path, records: Iterator[tuple[int, list[str]]]) -> list[str]:
     names = [name.strip() for name in next(records, (0, []))[1]]
     if not names:
         raise DataError(f"{path}: is empty (its first line must name the columns)")
+    if names[0].lower().startswith("sep="):
+        raise DataError(
+            f"{path}: its first line, {names[0]}, is for Excel and must be deleted (the next one names columns)"
+        )
     return names
 
 
