@@ -39,6 +39,26 @@ def test_results_never_replace_a_file_of_a_run(quick: Quick, tmp_path: Path, nam
     assert (tmp_path / "r" / name).read_bytes() == before
 
 
+def test_clients_that_are_numbers_are_found_however_they_are_written(quick: Quick, tmp_path: Path) -> None:
+    rows = "".join(f"{k % 7},0{k % 2 + 1},{'ab'[k * k % 3 % 2]}\n" for k in range(40))
+    (tmp_path / "t.csv").write_text("x,site,label\n" + rows)
+    words = ("data=t.csv", "data.client=site", "algorithm=local_only", "rounds=1", "model.kind=logistic")
+    assert quick("run", *words, "--out", "r", cwd=tmp_path).code == 0
+    written = []
+    for site in ("01", "1", "1.0"):
+        (tmp_path / "new.csv").write_text(f"x,site\n3,{site}\n")
+        assert quick("predict", "r", "new.csv", "--by-client", "--out", "p.csv", cwd=tmp_path).code == 0
+        assert quick("predict", "r", "new.csv", "--client", site, "--out", "q.csv", cwd=tmp_path).code == 0
+        both = [(tmp_path / name).read_text().splitlines()[1].split(",")[2:] for name in ("p.csv", "q.csv")]
+        assert both[0] == both[1]
+        written.append(both[0])
+    assert written[0] == written[1] == written[2]
+    assert quick("evaluate", "r", "t.csv", "--by-client", cwd=tmp_path).code == 0
+    (tmp_path / "new.csv").write_text("x,site\n3,1\n3,\n")
+    told = quick("predict", "r", "new.csv", "--by-client", cwd=tmp_path).err
+    assert "clients that the run does not know: '' (first in new.csv, line 3)" in told
+
+
 def test_from_a_table_to_predictions(quick: Quick, tmp_path: Path) -> None:
     patients(tmp_path)
     words = ("data=patients.csv", "data.label=ill", "data.client=hospital", "data.drop=patient", "algorithm=ditto")

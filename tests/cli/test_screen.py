@@ -11,7 +11,7 @@ import pytest
 from fedloom.cli.console import in_one_line, plain_console
 from fedloom.cli.screen import ComparisonScreen
 from fedloom.compare.crew import Standing
-from support.terminal import HANG, SMALL, started
+from support.terminal import HANG, SMALL, fedloom, started
 
 
 def test_words_with_line_breaks_stay_in_their_line() -> None:
@@ -50,6 +50,14 @@ def test_a_reader_that_leaves_does_not_end_it(words: tuple[str, ...], found: str
         assert process.wait(HANG) == 0
         assert process.stderr.read() == ""
     assert json.loads((tmp_path / found).read_text())
+
+
+def test_a_terminal_that_lacks_a_character_does_not_end_a_run(tmp_path: Path) -> None:
+    words = ("run", *SMALL, "rounds=3", "--out", "r")
+    done = fedloom(*words, cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"}, fresh=True)
+    assert (done.code, done.err) == (0, "")
+    assert "global/test/accuracy  ????  " in done.out
+    assert (tmp_path / "r/summary.json").exists()
 
 
 @pytest.mark.parametrize(("running", "shown"), [(4, "run 3 1/5\n"), (9, "run 3 1/5; 5 more\n")])

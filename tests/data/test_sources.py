@@ -532,6 +532,7 @@ BAD_CSV = [
     ("a,a,label\n1,2,x\n", "column 'a' occurs twice"),
     ("label\nx\n", "has no column of features"),
     (",a,label\n0,1,x\n", "column 1 has no name"),
+    ("sep=;\na;label\n1;x\n", "its first line, sep=, is for Excel and must be deleted"),
     ('a,label\n1,"x\n', "line 2: is not well-formed CSV"),
 ]
 
@@ -645,6 +646,25 @@ def test_client_folders_and_splits(tmp_path: Path) -> None:
     only = Images(path=str(tmp_path / "train"), test=0.5).load(tmp_path, 0)
     assert only.client is not None
     assert set(only.client.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("train", "test", "valid"), ("Train", "Test")])
+def test_other_splits_of_images_do_not_become_clients(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        for label in ("a", "b"):
+            picture(tmp_path / name / label / "0.png")
+    said = refusal(Images(path=str(tmp_path)))
+    assert f"has the folders {', '.join(sorted(names))}, but only train and test divide a folder of images" in said
+    picture(tmp_path / "bus" / "a" / "0.png")  # then they are names like any others
+    assert len(Images(path=str(tmp_path)).load(tmp_path, 0).clients) == len(names) + 1
+
+
+def test_unequal_features_of_a_file_are_pointed_out(tmp_path: Path) -> None:
+    x = np.arange(20.0).reshape(10, 2) * [1, 200]
+    notes = npz(tmp_path, x=x, y=[0, 1] * 5, test=[False] * 10).load(tmp_path, 0).notes
+    deviation = np.std(np.arange(0.0, 20.0, 2.0))
+    what = f"features have very different scales (std from {deviation:.3g} to {200 * deviation:.3g})"
+    assert notes == (f"{what}: scale them in the file",)
 
 
 def test_bad_image_folders_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fedloom.core.errors import ConfigError, DataError
 from fedloom.data.column_check import checked_columns, suspicions
 from fedloom.data.columns import Recipe, encoded, filled_and_scaled, listed
 from fedloom.data.sources import Csv
-from fedloom.data.table import ColumnChoice, read_csv, table_of_frame
+from fedloom.data.table import ColumnChoice, read_csv, read_parquet, table_of_frame
 from fedloom.runs.settings import parse
 
 MESSY = """patient;site;seen;sex;weight;label
@@ -171,14 +171,84 @@ def test_numbers_with_thousands_separators_are_refused(tmp_path: Path) -> None:
     assert column(tmp_path, mixed, "1.5") == ""  # a decimal point, as elsewhere in the file
     assert column(tmp_path, [*mixed, "0.5"], "1,5") == ""
     german = [f"{k}.280,5" for k in range(1, 40)]
-    assert column(tmp_path, german) == "c.csv, line 2: has numbers or dates with thousands separators (got '1.280,5')"
+    assert column(tmp_path, german) == "c.csv, line 2: has numbers with thousands separators (got '1.280,5')"
     english = [f'"{k},234"' for k in range(1, 40)]
     assert column(tmp_path, english, mark=",").endswith("with thousands separators (got '1,234')")
 
 
 def test_many_numbers_with_a_unit_and_dates_without_a_century_are_refused(tmp_path: Path) -> None:
-    assert column(tmp_path, [f"{k} mg" for k in range(40)]).endswith("has numbers or dates with a unit (got '0 mg')")
+    assert column(tmp_path, [f"{k} mg" for k in range(40)]).endswith("has numbers with a unit (got '0 mg')")
     short = [f"{k % 28 + 1:02d}.03.{20 + k % 5}" for k in range(40)]
-    assert column(tmp_path, short).endswith("has numbers or dates with years of two digits (got '01.03.20')")
+    assert column(tmp_path, short).endswith("has dates with years of two digits (got '01.03.20')")
+    slashed = [f"{k % 12 + 1}/{k % 28 + 1}/{20 + k % 5}" for k in range(40)]
+    assert column(tmp_path, slashed).endswith("has dates with years of two digits (got '1/1/20')")
     for words in ([f"{k % 4}0 mg" for k in range(40)], [f"{k % 30}{'ABC'[k % 3]}" for k in range(60)]):
         assert column(tmp_path, words) == ""  # doses and codes are categories
+
+
+@pytest.mark.parametrize("mark", [",", "\t", "|"])
+def test_decimal_commas_where_no_semicolons_separate_cells_do_not_become_words(tmp_path: Path, mark: str) -> None:
+    cells = [f'"{k},{k % 7}"' for k in range(30)]
+    what = "numbers with decimal commas, which are read only where semicolons separate cells"
+    assert column(tmp_path, cells, mark=mark) == f"c.csv, line 2: has {what} (got '0,0')"
+
+
+def test_dates_in_other_forms_do_not_become_words(tmp_path: Path) -> None:
+    days = range(1, 26)
+    for form in ("{:02d}-12-2024", "{:02d}/12/2024 08:30", "2024-12-{:02d}T08:30:00+01:00", "{:02d}-Dec-2024"):
+        cells = [form.format(day) for day in days] * 2
+        what = f"c.csv, line 2: has dates in a form other than 2024-03-31 (got '{cells[0]}')"
+        assert column(tmp_path, cells) == what
+    # most of these can only begin with the day, and one is no date: nothing is guessed from the others
+    mostly = [*(f"{day}/06/2024" for day in range(13, 29)), "01/06/2024", "02/06/2024", "soon"]
+    assert column(tmp_path, mostly) == "c.csv, line 20: is not a date (got 'soon')"
+
+
+def test_ambiguous_dates_among_others_are_refused(tmp_path: Path) -> None:
+    cells = [f"2024-06-{k + 1:02d}" if k % 2 else f"{k % 12 + 1:02d}/06/2024" for k in range(28)]
+    what = "may mean day/month or month/day (got 01/06/2024); set data.day_first to true or false"
+    assert column(tmp_path, cells) == what
+    assert column(tmp_path, [*cells, "13/06/2024"]) == ""
+
+
+def test_new_dates_are_read_as_those_of_training_were(tmp_path: Path) -> None:
+    rows = "".join(f"{day:02d}/01/2024,{'ab'[day % 2]}\n" for day in range(1, 29))
+    (tmp_path / "days.csv").write_text("seen,label\n" + rows)
+    settings = {"rounds": 1, "partition": {"clients": 2}, "model": "logistic", "checkpoint": {"curves": False}}
+    fedloom.run(data=str(tmp_path / "days.csv"), out=tmp_path / "run", **settings)
+    models = fedloom.load(tmp_path / "run")
+    (tmp_path / "one.csv").write_text("seen\n03/01/2024\n")  # 3 January, which alone could be 1 March
+    (tmp_path / "same.csv").write_text("seen\n2024-01-03\n")
+    one, same = (models.predict_proba(tmp_path / name).tolist() for name in ("one.csv", "same.csv"))
+    assert one == same
+    (tmp_path / "other.csv").write_text("seen\n01/31/2024\n")
+    with pytest.raises(DataError, match=r"'seen': has words, but had date in training \(.*line 2: got '01/31/2024'\)"):
+        models.predict(tmp_path / "other.csv")
+
+
+def test_columns_and_numbers_that_look_like_mistakes_are_pointed_out(tmp_path: Path) -> None:
+    rows = "".join(f"{k % 3 - 1},{-999 if k % 10 == 0 else k % 50},0{k % 4}7,DE,,{k % 2}\n" for k in range(60))
+    source = Csv(path=str(messy(tmp_path, "level,age,code,country,note,label\n" + rows)))
+    assert source.load(tmp_path, 0).notes == (
+        "nothing can be learned from columns with one value, or none, in training rows: set data.drop=country,note",
+        "column 'age' has -999 in 6 rows, far from all its other values: if it stands for a missing value, leave these "
+        "cells empty",
+        "column 'code' has numbers that begin with zeros, such as 007, and is read without them: if they are codes, "
+        "set data.words=code",
+    )
+
+
+def test_a_target_that_may_stand_for_a_missing_value_is_pointed_out(tmp_path: Path) -> None:
+    rows = "".join(f"{k % 9},{-99 if k == 7 else 100 + k % 40}\n" for k in range(60))
+    notes = Csv(path=str(messy(tmp_path, "x,label\n" + rows))).with_numbers().load(tmp_path, 0).notes
+    what = "has -99 in 1 row, far from all its other values: if it stands for a missing value, remove these rows"
+    assert notes == (f"column 'label' {what}",)
+
+
+def test_gaps_are_found_in_parquet_as_in_csv(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    cells = [" NA ", "x", " y", "?", None]
+    pq.write_table(pa.table({"ward": cells, "label": list("ababa")}), tmp_path / "t.parquet")
+    assert read_parquet(tmp_path / "t.parquet", ColumnChoice(("label",))).columns["ward"].values.tolist() == [
+        *("", "x", "y", "", ""),
+    ]

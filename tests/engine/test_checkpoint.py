@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +308,25 @@ def test_models_round_trip_and_the_same_model_is_the_same_bytes(tmp_path: Path) 
     assert len({path.read_bytes() for path in files}) == 1
     assert list(tmp_path.glob("*.part")) == []
     assert files[0].stat().st_mode & 0o777 == 0o600
+
+
+KILLED = """
+import resource, signal, torch
+from pathlib import Path
+from fedloom.engine import checkpoint
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+checkpoint.save_model(Path("model.safetensors"), {"a": torch.zeros(1 << 16)})
+"""
+
+
+def test_killed_while_a_model_is_written_the_next_attempt_leaves_nothing_else(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGXFSZ  # in the middle of the file
+    assert not (tmp_path / "model.safetensors").exists()
+    checkpoint.save_model(tmp_path / "model.safetensors", {"a": torch.zeros(4)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_nothing_is_shared_with_the_state_that_was_saved(saved: Saved) -> None:

@@ -610,3 +610,18 @@ def test_a_private_closed_form_can_forget_whatever_its_budget_is(quick: Quick, t
     done = quick("resume", "run", "--forget", "3", cwd=tmp_path)
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == spent
+
+
+def test_asked_twice_within_code_that_makes_an_error_of_it_a_run_still_stops(tmp_path: Path) -> None:
+    """As C++ code of torch does."""
+
+    def ask(_progress: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("KeyboardInterrupt: At: ...") from error
+
+    with pytest.raises(KeyboardInterrupt):
+        start(rounds=3, partition={"clients": 4}, model="logistic", out=tmp_path / "r", on_round=ask)
+    assert resume(tmp_path / "r").rounds == 3

@@ -139,6 +139,12 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         fedloom.run(task={"loss": "focal"}, **few)
 
 
+def test_a_class_that_only_test_rows_have_is_pointed_out(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x_train=np.eye(4), y_train=[0, 1, 0, 1], x_test=np.eye(4), y_test=[0, 7, 7, 1])
+    config = parse({"data": str(tmp_path / "d.npz"), "partition": {"clients": 2}})
+    assert share(config, tmp_path).notes[-1] == "no model can learn '7': its 2 rows are all test rows"
+
+
 def test_rare_classes_of_a_table_are_pointed_out_unless_they_are_measured_or_weighed(tmp_path: Path) -> None:
     (tmp_path / "rare.csv").write_text("x,label\n" + "1,no\n" * 36 + "2,yes\n" * 4)
     given = {"data": str(tmp_path / "rare.csv"), "partition": {"kind": "iid", "clients": 2}}

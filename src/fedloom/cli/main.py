@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import os
 import sys
 import traceback
@@ -81,6 +83,7 @@ def main() -> None:
     """Run the command line; every expected error is one message and an exit code, never a traceback."""
     follow_parent()
     wait_passively()
+    _print_what_is_possible()
     try:
         code = command()(standalone_mode=False)
     except click.exceptions.Abort:
@@ -103,6 +106,13 @@ def main() -> None:
     except Exception as error:
         sys.exit(_unexpected(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_what_is_possible() -> None:
+    """Print ? for a character that the terminal's encoding lacks: a run must not end for want of a dot."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="replace")
 
 
 def _advise_setting(option: str) -> None:

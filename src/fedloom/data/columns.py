@@ -8,6 +8,7 @@ all numbers scaled (``Scaling``), by operations that a net can do as well.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fedloom.core.errors import DataError, nearest
 from fedloom.data.arrays import Ints
-from fedloom.data.table import Column, ColumnKind, RawTable
+from fedloom.data.table import Column, ColumnKind, RawTable, first_other
 
 # Where the statistics that fill and scale numbers come from: all training rows; sums over clients; or each client's
 # own rows.
@@ -70,7 +71,7 @@ class Recipe(BaseModel):
     split: str | None = None
     dropped: tuple[str, ...] = ()
     features: tuple[Feature, ...]
-    day_first: bool | None = None
+    day_first: bool | None = None  # whether dates such as 03/04/2024 begin with the day; None: not known
     statistics: StatisticsBy = "all"
     scaling: Scaling
     own: dict[str, Scaling] = {}  # by client, where each has its own
@@ -121,6 +122,32 @@ def _is_identifier(column: Column) -> bool:
         return False
     whole = column.kind == "words" or bool((column.values == np.floor(column.values)).all())
     return whole and len(set(column.values.tolist())) == len(column.values)
+
+
+def constants(table: RawTable, train: NDArray[np.bool_]) -> list[str]:
+    """The columns that have a single value, or none, in the training rows."""
+    return [
+        name
+        for name, column in table.columns.items()
+        if len(set(column.values[train & ~column.missing].tolist())) < 2 <= train.sum()
+    ]
+
+
+def stand_in(column: Column) -> float | None:
+    """A number such as -999 that lies far from all others, as those that are written for a missing value; else None."""
+    values = np.unique(column.values[~column.missing]) if column.kind == "number" else np.zeros(0)
+    for value, others in ((values[:1], values[1:]), (values[-1:], values[:-1])):
+        if len(others) < 2 or not re.fullmatch(r"(-9|-?99)9*", f"{value[0]:.15g}"):
+            continue
+        if np.abs(others - value).min() > np.ptp(others):
+            return float(value[0])
+    return None
+
+
+def way_of_dates(table: RawTable) -> bool | None:
+    """Whether dates such as 03/04/2024 begin with the day in all columns that have them; None: not known."""
+    found = {column.day_first for column in table.columns.values()} - {None}
+    return found.pop() if len(found) == 1 else None
 
 
 def learned_features(table: RawTable, train: NDArray[np.bool_], most_words: int) -> tuple[Feature, ...]:
@@ -341,11 +368,13 @@ def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str, by: SaidBy = 
 def refuse_other_kinds(recipe: Recipe, table: RawTable, by: SaidBy = TRAINING) -> None:
     """One error with every column of another kind than the recipe's; an empty column fits any kind."""
     kinds = {f.name: f.kind for f in recipe.features}
-    details = [
-        f"  column '{name}': {column.fault or f'has {column.kind}, {by.kind.format(kinds[name])}'}"
-        for name, column in table.columns.items()
-        if (column.fault or column.kind != kinds[name]) and not column.missing.all()
-    ]
+    details = []
+    for name, column in table.columns.items():
+        if (column.fault or column.kind != kinds[name]) and not column.missing.all():
+            row = first_other(column, kinds[name], table.comma, recipe.day_first)
+            cell = column.values[row] if column.kind == "words" else f"{column.values[row]:.15g}"
+            got = f"has {column.kind}, {by.kind.format(kinds[name])} ({table.where(row)}: got '{cell}')"
+            details.append(f"  column '{name}': {column.fault or got}")
     if details:
         raise DataError(f"{table.at}: its columns differ from {by.those}\n" + "\n".join(details))
 

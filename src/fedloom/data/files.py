@@ -513,6 +513,13 @@ def number_of(word: str) -> int | float | None:
     return int(number) if math.isfinite(number) and number.is_integer() else number
 
 
+def known_as(word: str, known: Sequence[str]) -> str:
+    """The known name that a word means: the same, or the only one that is the same number, as 1 for 01 and 1.0."""
+    number = number_of(word)
+    same = [name for name in known if name == word] or [name for name in known if number_of(name) == number is not None]
+    return same[0] if len(same) == 1 else word
+
+
 def _not_whole(what: str, got: str) -> str:
     """What is wrong with a number that names no class."""
     fix = " (to learn numbers: task=regression)" if what.startswith("label") and "nan" not in got else ""
@@ -563,6 +570,7 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     with reading(folder):
         splits = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
         divided = "train" in splits and splits <= {"train", "test"}
+        _refuse_other_splits(folder, splits)
         listed = _image_paths(folder)
     inner = [parts[1:] if divided else parts for parts in listed]
     form = ("train|test/" if divided else "") + "[client/]class/image"
@@ -581,6 +589,18 @@ def read_images(folder: Path, size: int | None, channels: int, limit: float = ma
     client, clients = coded(np.array([r[0] for r in inner]), "client folder", where) if has_clients else (None, ())
     test = np.array([parts[0] == "test" for parts in listed]) if divided and "test" in splits else None
     return Rows(pixels, y, labels, test, client, clients)
+
+
+_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
+
+
+def _refuse_other_splits(folder: Path, names: set[str]) -> None:
+    """Refuse folders such as train and val, which would become clients, and their test rows rows to train on."""
+    other = sorted(names - {"train", "test"})
+    if other and len(names) > 1 and {name.lower() for name in names} <= _SPLITS:
+        what = f"has the folders {', '.join(sorted(names))}, but only train and test divide a folder of images"
+        fix = "rename Train and the like; move the others into train, of which evaluate.validation=0.1 can be kept"
+        raise DataError(f"{folder}: {what} ({fix})")
 
 
 def read_pictures(folder: Path, shape: tuple[int, ...]) -> tuple[list[str], Bytes]:

@@ -468,7 +468,8 @@ def _topped_up(
     few, empty = int(np.count_nonzero(need)), int(np.count_nonzero(sizes == 0))
     lacked = "no rows" if least == 1 else f"fewer than {least} rows"
     to = f"moved {moved:,} of {len(y):,} rows from the largest clients to {few:,} of {clients:,} that had {lacked}"
-    mixed = f"this changes label mixes: heterogeneity was {before:.2f} and is {after:.2f}"
+    digits = next((n for n in range(2, 7) if round(before, n) != round(after, n)), 2)  # as many as show the change
+    mixed = f"this changes label mixes: heterogeneity was {before:.{digits}f} and is {after:.{digits}f}"
     gentler = f"to move only {empty:,}" if empty else "to keep the split"
     fix = "" if least == 1 else f"; set partition.min_size=1 {gentler}"
     return repaired, (f"{to}; {mixed}{fix}",)

@@ -23,6 +23,7 @@ from fedloom.data.arrays import Arrays, Ints, checked
 from fedloom.data.columns import (
     Recipe,
     StatisticsBy,
+    constants,
     encoded,
     filled_and_scaled,
     identifiers,
@@ -30,6 +31,8 @@ from fedloom.data.columns import (
     learned_scaling,
     own_scalings,
     refuse_bad,
+    stand_in,
+    way_of_dates,
 )
 from fedloom.data.files import (
     LAYOUTS,
@@ -51,7 +54,16 @@ from fedloom.data.files import (
     words_of,
 )
 from fedloom.data.published import refuse_changed
-from fedloom.data.table import ColumnChoice, RawTable, csv_header, parquet_header, read_csv, read_parquet, with_points
+from fedloom.data.table import (
+    Column,
+    ColumnChoice,
+    RawTable,
+    csv_header,
+    parquet_header,
+    read_csv,
+    read_parquet,
+    with_points,
+)
 from fedloom.data.targets import decoded
 
 TEST_SHARE = 0.2
@@ -111,7 +123,7 @@ class Source(Kind):
         else:
             mean, std = self.scale(rows.x, test)
         found = Arrays(self.name, rows.x, rows.y, test, rows.labels, mean, std, rows.client, rows.clients)
-        return checked(found._replace(target=rows.target))
+        return checked(found._replace(target=rows.target, notes=unequal_scales(rows.x, test, "scale them in the file")))
 
 
 class Undivided(Source):
@@ -425,7 +437,9 @@ class Table(File):
         test = np.zeros(len(rows.y), np.bool_) if self.pool else self.test_rows(rows, seed)
         recipe, x = self.prepared(table, rows, ~test)
         holders = [rows.clients[k] for k in rows.client] if recipe.own and rows.client is not None else None
-        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table))
+        notes = (*(f"{table.at}: {note}" for note in table.notes), *self.pointed_out(table, ~test))
+        if rows.target is not None:
+            notes += (*_stand_in(self.label, Column("number", rows.target), "remove these rows"),)
         x = filled_and_scaled(x, recipe, holders)
         found = Arrays(self.name, x, rows.y, test, rows.labels, client=rows.client, clients=rows.clients)
         return checked(found._replace(recipe=recipe, notes=notes, target=rows.target))
@@ -444,20 +458,40 @@ class Table(File):
             split=self.split,
             dropped=self.drop,
             features=features,
-            day_first=self.day_first,
+            day_first=way_of_dates(table) if self.day_first is None else self.day_first,
             statistics=self.statistics,
             scaling=common,
             own=own,
         )
         return recipe, x
 
-    def pointed_out(self, table: RawTable) -> list[str]:
-        """Notes on choices of columns that look like mistakes."""
-        return [
+    def pointed_out(self, table: RawTable, train: NDArray[np.bool_]) -> list[str]:
+        """Notes on choices of columns, and on numbers, that look like mistakes."""
+        chosen, indices, same = {*self.features}, identifiers(table), constants(table, train)
+        notes = [
             f"column '{name}' has a different whole number in every row: if it is only an index, set data.drop={name}"
-            for name in identifiers(table)
-            if name not in self.features
+            for name in indices
+            if name not in chosen
         ]
+        if dull := [name for name in same if name not in chosen]:
+            what = "nothing can be learned from columns with one value, or none, in training rows"
+            notes.append(f"{what}: set data.drop={','.join(dull)}")
+        for name, column in table.columns.items():
+            if column.code and name not in (*indices, *same):
+                what = f"has numbers that begin with zeros, such as {column.code}, and is read without them"
+                notes.append(f"column '{name}' {what}: if they are codes, set data.words={name}")
+            notes += _stand_in(name, column, "leave these cells empty")
+        return notes
+
+
+def _stand_in(name: str, column: Column, fix: str) -> list[str]:
+    """A note on a number that may stand for a missing value."""
+    value = stand_in(column)
+    if value is None:
+        return []
+    rows = int((column.values == value).sum())
+    what = f"has {value:g} in {rows:,} row{'s' * (rows > 1)}, far from all its other values"
+    return [f"column '{name}' {what}: if it stands for a missing value, {fix}"]
 
 
 class Csv(Table):
@@ -542,7 +576,8 @@ def from_arrays(
         scale = rows.x[~kept].astype(np.float64)
         mean, std = tuple(scale.mean(0).tolist()), tuple(np.where(scale.std(0) > 0, scale.std(0), 1.0).tolist())
     found = Arrays(name, rows.x, rows.y, kept, rows.labels, mean, std, rows.client, rows.clients)
-    notes = () if standardise else unequal_scales(rows.x, kept)
+    fix = "scale them, or pass data={'x': x, 'y': y, 'standardise': True}"
+    notes = () if standardise else unequal_scales(rows.x, kept, fix)
     return checked(found._replace(notes=notes, target=rows.target))
 
 
@@ -633,7 +668,7 @@ def drawn_test_rows(y: Ints, share: float, seed: int) -> NDArray[np.bool_]:
     return test
 
 
-def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
+def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_], fix: str) -> tuple[str, ...]:
     """A note if features have very different scales: nets learn badly from such rows."""
     if x.ndim != 2 or not x.size or x.dtype != np.float32 or not (~test).any():
         return ()
@@ -644,7 +679,7 @@ def unequal_scales(x: NDArray[Any], test: NDArray[np.bool_]) -> tuple[str, ...]:
     if not len(moving) or (moving.max() < 100 * moving.min() and far < 100):
         return ()
     what = f"features have very different scales (std from {moving.min():.3g} to {moving.max():.3g})"
-    return (f"{what}: scale them, or pass data={{'x': x, 'y': y, 'standardise': True}}",)
+    return (f"{what}: {fix}",)
 
 
 def pixel_scale(x: NDArray[Any], test: NDArray[np.bool_]) -> Scale:

@@ -10,6 +10,7 @@ import csv
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -33,6 +34,8 @@ class Column(NamedTuple):
     kind: ColumnKind
     values: NDArray[Any]
     fault: str = ""  # why the column cannot be used
+    day_first: bool | None = None  # how its dates such as 03/04/2024 are read, if it has any
+    code: str = ""  # a number that begins with zeros, as codes do
 
     @property
     def missing(self) -> NDArray[np.bool_]:
@@ -60,7 +63,7 @@ class ColumnChoice(NamedTuple):
     drop: tuple[str, ...] = ()
     features: tuple[str, ...] = ()  # empty: all others
     words: tuple[str, ...] = ()  # columns of words even if these look like numbers
-    day_first: bool | None = None  # how to read dates such as 03/04/2024
+    day_first: bool | None = None  # how to read dates such as 03/04/2024; None: inferred from others in the column
     plain: bool = False  # the named columns may lack values, which are read as ''
 
 
@@ -69,7 +72,7 @@ def feature_names(header: Sequence[str], wanted: ColumnChoice, at: str) -> list[
     for index, name in enumerate(header):
         if not name:
             raise DataError(
-                f"{at}: column {index + 1} has no name (if it is an index, leave it out: to_csv(..., index=False))"
+                f"{at}: column {index + 1} has no name (name it, or delete it; pandas writes no index with index=False)"
             )
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
@@ -135,6 +138,10 @@ def _header(path: Path, records: Iterator[tuple[int, list[str]]]) -> list[str]:
     names = [name.strip() for name in next(records, (0, []))[1]]
     if not names:
         raise DataError(f"{path}: is empty (its first line must name the columns)")
+    if names[0].lower().startswith("sep="):
+        raise DataError(
+            f"{path}: its first line, {names[0]}, is for Excel and must be deleted (the next one names columns)"
+        )
     return names
 
 
@@ -193,6 +200,7 @@ class _Reader:
         self._has_commas = False  # whether some number has a decimal comma
         self._pointed: dict[str, str] = {}  # columns whose only points may be those of thousands, and a cell of each
         self._decimal: set[str] = set()  # columns with a decimal point or comma
+        self._codes: dict[str, str] = {}  # columns with numbers that begin with zeros, and a cell of each
 
     def all(self) -> set[str]:
         """Read every row; returns the columns that turned out to contain words and must be read again."""
@@ -223,6 +231,7 @@ class _Reader:
                     self._turned.add(name)
                 else:
                     parts.append(numbers)
+                    self._codes[name] = self._codes.get(name) or _code_among(cells)
                     if self._dialect.comma:
                         self._look_at_points(name, cells)
         for name, column in self._named.items():
@@ -247,7 +256,8 @@ class _Reader:
         for name, parts in self._parts.items():
             values = np.concatenate(parts) if parts else np.zeros(0)
             forced = name in self._wanted.words
-            columns[name] = typed(values, where, forced, self._wanted.day_first, self._dialect.comma)
+            column = typed(values, where, forced, self._wanted.day_first, self._dialect.comma)
+            columns[name] = column._replace(code=self._codes.get(name, "")) if column.kind == "number" else column
             if self._has_commas and name in self._pointed and name not in self._decimal:
                 cell = self._pointed[name]
                 why = f"a point may separate thousands where other columns have decimal commas (got {cell!r})"
@@ -270,6 +280,11 @@ def _float(cell: str, comma: bool) -> float:
     if "_" in cell:  # Python reads 0_7 as 7, but in a table it is a code
         raise ValueError(cell)
     return float(_with_point(cell) if comma else cell)
+
+
+def _code_among(cells: Sequence[Any]) -> str:
+    """The first number that begins with zeros, such as 007: as a number it loses them; empty if there is none."""
+    return next((cell for cell in cells if cell and cell[0] == "0" and cell.isdigit() and cell.strip("0")[:1]), "")
 
 
 def with_points(cells: NDArray[Any]) -> NDArray[Any]:
@@ -295,7 +310,7 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
             bad = np.isinf(numbers.astype(np.float32))
         row = int(np.argmax(bad))
         fault = f"{where(row)}: is not a finite number (got {numbers[row]:g})" if bad.any() else ""
-        return Column("number", numbers, fault)
+        return Column("number", numbers, fault, code=_code_among(values.tolist()) if values.dtype == object else "")
     present = [(row, word) for row, word in enumerate(values.tolist()) if word]
     days = _days(values, day_first)
     if days is not None:
@@ -309,16 +324,22 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
             return Column("words", values, f"{where(row)}: is not a {what} (got {word!r}{more})")
     if what := _written_for_people([word for _, word in present], comma):
         row, word = no_numbers[0]
-        return Column("words", values, f"{where(row)}: has numbers or dates with {what} (got {word!r})")
+        return Column("words", values, f"{where(row)}: has {what} (got {word!r})")
     return Column("words", values)
 
 
 # Numbers that are written for people.
 _POINTED = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")
+_UNIT = "numbers with a unit"
 _WRITTEN = {
-    "thousands separators": re.compile(r"[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?"),
-    "a unit": re.compile(r"[-+]?\d+([.,]\d+)? ?[a-zA-Zµ%°/]{1,8}"),
-    "years of two digits": re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2}"),
+    "numbers with thousands separators": re.compile(r"[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?"),
+    "numbers with decimal commas, which are read only where semicolons separate cells": re.compile(r"[-+]?\d+,\d+"),
+    _UNIT: re.compile(r"[-+]?\d+([.,]\d+)? ?[a-zA-Zµ%°/]{1,8}"),
+    "dates with years of two digits": re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2}"),
+    "dates in a form other than 2024-03-31": re.compile(
+        r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})([ T]+\d{1,2}:\d{2}.*)?"
+        r"|\d{1,2}[. -]{1,2}[^\W\d_]{3,9}[., -]{1,2}\d{2,4}|[^\W\d_]{3,9} \d{1,2}, ?\d{4}"
+    ),
 }
 _MANY_WORDS = 20  # categories such as 10 mg and 20 mg are fewer
 
@@ -329,9 +350,9 @@ def _written_for_people(words: Sequence[str], comma: bool) -> str:
     odd = {word for word in distinct if as_numbers([word], comma=comma) is None}
     if len(distinct) <= _MANY_WORDS or not odd:
         return ""
-    if len({word.lstrip("+-0123456789.,' ") for word in odd}) > 2:  # 12A, 7B and 31C are codes
-        return ""
-    return next((what for what, form in _WRITTEN.items() if all(map(form.fullmatch, odd))), "")
+    what = next((what for what, form in _WRITTEN.items() if all(map(form.fullmatch, odd))), "")
+    is_code = what == _UNIT and len({word.lstrip("+-0123456789.,' ") for word in odd}) > 2  # 12A, 7B and 31C
+    return "" if is_code else what
 
 
 def _comma(number: str) -> str:
@@ -351,25 +372,37 @@ def _days(values: NDArray[Any], day_first: bool | None) -> Column | None:
     distinct = sorted({word for word in values.tolist() if word})
     if not distinct:
         return None
-    if all(_SLASHES.fullmatch(word) for word in distinct):
-        first, second = (max(int(_SLASHES.fullmatch(w)[k]) for w in distinct) for k in (1, 2))  # type: ignore[index]
-        if day_first is None and first <= 12 and second <= 12:
-            what = f"may mean day/month or month/day (got {distinct[0]}); set data.day_first to true or false"
-            return Column("words", values, what)
-        day_first = first > 12 if day_first is None else day_first
+    slashed = [found for word in distinct if (found := _SLASHES.fullmatch(word))]
+    if day_first is None and slashed:
+        first, second = (max(int(found[k]) for found in slashed) for k in (1, 2))
+        day_first = first > 12 if first > 12 or second > 12 else None
     try:
         day = {word: _day(word, bool(day_first)) for word in distinct}
     except ValueError:
         return None
-    return Column("date", np.array([day[word] if word else math.nan for word in values.tolist()], np.float64))
+    if slashed and day_first is None:
+        what = f"may mean day/month or month/day (got {slashed[0][0]}); set data.day_first to true or false"
+        return Column("words", values, what)
+    days = np.array([day[word] if word else math.nan for word in values.tolist()], np.float64)
+    return Column("date", days, day_first=day_first if slashed else None)
 
 
 def _is_date(word: str, day_first: bool | None) -> bool:
-    try:
-        _day(word, bool(day_first))
-    except ValueError:
-        return False
-    return True
+    """Whether a word is a date, for one way of reading 03/04/2024, or for either."""
+    for way in (True, False) if day_first is None else (day_first,):
+        with suppress(ValueError):
+            _day(word, way)
+            return True
+    return False
+
+
+def first_other(column: Column, kind: ColumnKind, comma: bool, day_first: bool | None) -> int:
+    """The first row whose word is neither missing nor of this kind; 0 if there is none."""
+    for row, word in enumerate(column.values.tolist() if column.kind == "words" else []):
+        fits = as_numbers([word], comma=comma) is not None if kind == "number" else _is_date(word, day_first)
+        if word and not fits:
+            return row
+    return 0
 
 
 def _day(word: str, day_first: bool) -> float:
@@ -484,7 +517,9 @@ def _arrow_column(cells: Any, where: Place, forced: bool, wanted: ColumnChoice) 
         cells, forced = cells.cast(kind.value_type), True
         kind = cells.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or forced:
-        words = ["" if cell is None or cell in MISSING else str(cell).strip() for cell in cells.to_pylist()]
+        words = [
+            "" if cell is None or str(cell).strip() in MISSING else str(cell).strip() for cell in cells.to_pylist()
+        ]
         return typed(np.array(words, dtype=object), where, forced, wanted.day_first)
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         seconds = cells.cast(pa.timestamp("us", tz=getattr(kind, "tz", None))).cast(pa.int64())

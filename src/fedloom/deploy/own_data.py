@@ -57,7 +57,7 @@ def own_rows(contract: Contract, path: str) -> OwnRows:
     if form.recipe is not None:
         if not issubclass(CHOOSE["data"](kind, "data.source"), Table):
             raise DataError(f"{path}: is not a table, which the contract requires (.csv or .parquet)")
-        asked = {name: getattr(config.data, name) for name in ("label", "words", "day_first", "standardise")}
+        asked = {name: getattr(config.data, name) for name in ("label", "words", "standardise")}
         table = _learned(config, CHOOSE["data"](kind, "data.source")(**settings, **asked))
         rows, recipe, checks = _table_rows(table, Recipe.model_validate(form.recipe))
     else:
@@ -89,7 +89,7 @@ def _learned(config: Config, source: SourceT) -> SourceT:
 def _table_rows(source: Table, recipe: Recipe) -> tuple[Rows, Recipe, tuple[ColumnCheck, ...]]:
     """The rows of a table, how they were prepared, and how its columns compare with the contract's."""
     names = tuple(feature.name for feature in recipe.features)
-    own = source.model_copy(update={"features": names})
+    own = source.model_copy(update={"features": names, "day_first": recipe.day_first})
     refuse_lacking(recipe, own.header(), str(own.place), CONTRACT)  # the owner of a node has no data.features
     table = own.table()
     refuse_other_kinds(recipe, table, CONTRACT)

@@ -404,7 +404,13 @@ def _ledger(meta: dict[str, Any], folder: Path) -> Ledger | None:
 
 
 def save_model(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    """Write tensors as a safetensors file, atomically."""
-    part = disk.new_part(path)
-    write_tensors(part, tensors, notes)
-    os.replace(part, path)
+    """Write tensors as a safetensors file, atomically.
+
+    In a folder of its own, which the next attempt empties: safetensors writes under a random name beside the file.
+    """
+    scratch = path.with_name(f".{path.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a crash
+    scratch.mkdir(mode=0o700)
+    write_tensors(scratch / path.name, tensors, notes)
+    os.replace(scratch / path.name, path)
+    scratch.rmdir()

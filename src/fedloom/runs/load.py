@@ -21,7 +21,7 @@ from fedloom.core import usercode
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Fault, nearest
 from fedloom.core.quality import class_measures, confusion, number_measures
 from fedloom.data.columns import Feature, Recipe
-from fedloom.data.files import coded_as
+from fedloom.data.files import coded_as, known_as
 from fedloom.data.new_rows import NewRows, ValueRange, new_rows
 from fedloom.data.table import with_points
 from fedloom.data.targets import numbers_in
@@ -117,7 +117,7 @@ class Predictor:
 
     def client(self, name: str | int) -> Predictor:
         """The model of the client of this name."""
-        called = str(name)
+        called = known_as(str(name), self.clients)
         if called not in self.clients:
             raise DataError(f"there is no client '{called}' ({_meant(called, self.clients)})")
         if self._record.personal and self._weights.personal is None:
@@ -199,14 +199,17 @@ class Predictor:
         if not self._record.named:
             what = "names the client of each row, but the clients of the run are other ones, which have only numbers"
             raise DataError(f"{rows.at}: {what} (partition=natural without partition.clients keeps the data's)")
-        strangers = sorted({name for name in rows.clients if name not in self.clients})
+        names = {name: known_as(name, self.clients) for name in dict.fromkeys(rows.clients)}
+        strangers = sorted(name for name, known in names.items() if known not in self.clients)
         if strangers:
-            raise DataError(f"{rows.at}: clients that the run does not know: {', '.join(strangers[:10])}")
+            row = rows.clients.index(strangers[0])
+            listed = ", ".join(repr(name) for name in strangers[:10])
+            raise DataError(f"{rows.at}: clients that the run does not know: {listed} (first in {rows.where(row)})")
         out = torch.empty(len(x), len(self.labels) or 1)
         holders = np.array(rows.clients, dtype=object)
-        for name in dict.fromkeys(rows.clients):
+        for name, known in names.items():
             mine = torch.from_numpy(holders == name)
-            out[mine] = self._forward(self.client(name)._ready(name), x[mine])
+            out[mine] = self._forward(self.client(known)._ready(known), x[mine])
         return out
 
     def _default(self) -> str | None:

@@ -215,14 +215,15 @@ def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event
 
     The launcher of several ranks may forward a signal that has reached them already: this is not a second one.
     """
-    stop, asked = asked_to_stop() or threading.Event(), 0.0
+    stop, asked, at_once = asked_to_stop() or threading.Event(), 0.0, False
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handle(_number: int, _frame: Any) -> None:
-        nonlocal asked
+        nonlocal asked, at_once
         if stop.is_set() and (ranks.size == 1 or time.perf_counter() - asked > _ONE_SIGNAL):
+            at_once = True
             raise KeyboardInterrupt
         if stop.is_set():
             return
@@ -230,5 +231,10 @@ def _interruptible(listener: Listener, ranks: Ranks) -> Iterator[threading.Event
         stop.set()
         listener.stopping()
 
-    with handling(handle):
-        yield stop
+    try:
+        with handling(handle):
+            yield stop
+    except RuntimeError as error:
+        if at_once:  # torch makes an error of an interruption that passes through its C++ code
+            raise KeyboardInterrupt from error
+        raise

@@ -164,6 +164,7 @@ def share(config: Config, root: Path, arrays: Arrays | None = None) -> Shared:
     lacks = lacking(proxy, arrays) if needs_proxy(config.algorithm) else []
     if arrays.clients and not isinstance(partition, Natural):
         lacks.append("the data names its clients, but their rows are split; partition.kind=natural keeps them together")
+    lacks += untaught(arrays)
     if not (config.evaluate.metrics or config.task.class_weights != "none"):
         lacks += one_class(arrays, private=config.privacy.on)
     if config.privacy.on:
@@ -200,6 +201,18 @@ def _taken_for_public(arrays: Arrays) -> list[str]:
         return []
     what = "medians, means and deviations of columns are of all clients' rows, without noise"
     return [f"privacy: {what}: epsilon assumes that they are public; with data.statistics=own each client has its own"]
+
+
+def untaught(arrays: Arrays) -> list[str]:
+    """A note if some class has test rows and no training rows: none of them can be predicted."""
+    if arrays.target is not None:
+        return []
+    test, train = (np.bincount(arrays.y[rows], minlength=arrays.classes) for rows in (arrays.test, ~arrays.test))
+    only = np.flatnonzero((test > 0) & (train == 0))
+    if not len(only):
+        return []
+    names = ", ".join(f"'{arrays.labels[k]}'" for k in only[:5].tolist()) + (", ..." if len(only) > 5 else "")
+    return [f"no model can learn {names}: its {test[only].sum():,} rows are all test rows"]
 
 
 def _of_the_task(config: Config, arrays: Arrays) -> Arrays:
