@@ -17,6 +17,7 @@ from torch.nn.functional import batch_norm, cross_entropy
 import fedloom
 from fedloom.core.batch_effects import loss_mixes_rows, net_mixes_rows
 from fedloom.core.errors import ConfigError
+from fedloom.core.task import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -89,6 +90,85 @@ def test_nets_of_known_layers_are_not_tried() -> None:
     net.forward = refused  # type: ignore[method-assign]
     assert not net_mixes_rows(net, (5,))  # a net that fails is refused elsewhere
     assert not net_mixes_rows(nn.Sequential(nn.Linear(5, 3)), (5,))
+
+
+class Words(Centred):
+    """Rows meet, and numbers below 0 are no words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_up = nn.Embedding(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.look_up(x.long()).squeeze(-1))
+
+
+def test_nets_of_words_are_tried() -> None:
+    assert net_mixes_rows(Words().train(), (5,))
+
+
+class Remembering(Plain):
+    """What is between its layers depends on what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = 0
+        self.register_buffer("count", torch.tensor(0))
+
+
+class InAnAttribute(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        out, self.seen = x + self.seen, x.detach()
+        return out
+
+
+class ForEvaluation(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = x.mean()
+            return x
+        return x - self.seen
+
+
+class InACounter(Remembering):
+    count: Tensor
+
+    def between(self, x: Tensor) -> Tensor:
+        self.count += self.training
+        return x / (1 + self.count)
+
+
+class OfOldWeights(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        if not isinstance(self.seen, Tensor):
+            self.seen = self.body.weight.detach().norm()
+        return x / self.seen
+
+
+class InItsWeights(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        self.head.weight.data = self.head.weight.data / self.head.weight.data.norm()
+        return x
+
+
+class Unused(Remembering):
+    """What it keeps is for the user to look at."""
+
+    count: Tensor
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        self.count += 1
+        return x
+
+
+REMEMBERING = (InAnAttribute, ForEvaluation, InACounter, OfOldWeights, InItsWeights)
+
+
+@pytest.mark.parametrize("kind", [Plain, Dropping, Counting, Unused, *REMEMBERING])
+def test_nets_that_remember_are_found(kind: type[Plain]) -> None:
+    """Statistics in a buffer of floats are sent."""
+    assert Task(kind(), shape=(5,)).remembers is (kind in REMEMBERING)
 
 
 def balanced(outputs: Tensor, y: Tensor) -> Tensor:
