@@ -171,6 +171,22 @@ def test_nets_that_remember_are_found(kind: type[Plain]) -> None:
     assert Task(kind(), shape=(5,)).remembers is (kind in REMEMBERING)
 
 
+LAYERS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {  # of torch: in training, in evaluation
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), False, False),
+    "attention over rows": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), True, True),
+    "instance norm": (lambda: nn.InstanceNorm1d(5), False, False),
+    "statistics": (lambda: nn.InstanceNorm1d(5, track_running_stats=True), True, False),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), True, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_torch_that_compare_rows_or_keep_statistics_are_tried(name: str) -> None:
+    make, training, evaluation = LAYERS[name]
+    task = Task(nn.Sequential(make(), nn.Flatten(), nn.Linear(20, 3)), shape=(5, 4))
+    assert (task.has_statistics, task.mixes_rows_in_evaluation) == (training, evaluation)
+
+
 def balanced(outputs: Tensor, y: Tensor) -> Tensor:
     one = (y[:, None] == torch.arange(outputs.shape[1])).to(outputs.dtype)
     return cross_entropy(outputs, y, reduction="none") * (one / one.sum(0).clamp(min=1)).sum(1)

@@ -161,6 +161,16 @@ def run(out: Path, method: str, net: nn.Module, **engine: str) -> tuple[str, flo
     return executor, next(x.last for name, x in history.summary.items() if name.endswith("fit/test/loss"))
 
 
+def test_a_net_that_compares_rows_in_evaluation_is_reported(tmp_path: Path) -> None:
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.TransformerEncoderLayer(6, 2, 8, 0.0), nn.Flatten(), nn.Linear(6, 3)
+    )
+    with pytest.warns(
+        UserWarning, match="in evaluation, too, .* depends on the other rows: does a layer lack batch_first"
+    ):
+        assert run(tmp_path / "r", "fedavg", net)[0] == "loop"
+
+
 def test_clients_train_one_by_one_by_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = Plain(squashed)

@@ -18,11 +18,18 @@ _ROWS, _TRIES = 6, 8
 
 
 def net_mixes_rows(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
-    """Whether what a net computes for a row in training, or its statistics, depends on the other rows.
+    """Whether what a net computes for a row in this mode, or its statistics, depends on the other rows.
 
-    Layers of torch and of fedloom are known, so nets of these alone are not tried.
+    Most layers of torch and of fedloom are known, and nets of these alone are not tried.
     """
-    return shape is not None and has_own_code(net) and _tried(net, shape, _rows_meet)
+    return shape is not None and not _is_known(net) and _tried(net, shape, _rows_meet)
+
+
+def _is_known(net: nn.Module) -> bool:
+    """Whether no layer but BatchNorm could compare rows, as attention over the first axis does, or keep statistics."""
+    layers = [m for m in net.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    keep = any(buffer.is_floating_point() for layer in layers for buffer in layer.buffers(recurse=False))
+    return not keep and not has_own_code(net) and not any(isinstance(m, nn.MultiheadAttention) for m in layers)
 
 
 def net_remembers(net: nn.Module, shape: tuple[int, ...] | None) -> bool:

@@ -168,6 +168,11 @@ class Task:
         return self.has_statistics and self.buffers0.numel() > 0
 
     @property
+    def mixes_rows_in_evaluation(self) -> bool:
+        """Whether the outputs for an example depend on the others that are evaluated with it."""
+        return net_mixes_rows(self._eval, self.shape)
+
+    @property
     def remembers(self) -> bool:
         """Whether the net computes with anything else that it keeps from one batch to the next."""
         return net_remembers(self._train, self.shape)

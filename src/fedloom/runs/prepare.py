@@ -292,15 +292,19 @@ def _world(config: Config, shared: Shared, federation: Federation) -> World:
     arrays = shared.arrays
     loss = criterion_of(config.task, shared.labels, arrays.outputs, arrays.unit[1])
     task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
+    notes: list[str] = []
     if not is_packaged("model", config.model):  # fedloom's own nets fit all data that they are built for
         alone = task.to(federation.x.device, lanes=False)
         refuse_misfit(alone, arrays.shape, arrays.outputs, descends=config.algorithm.family != "closed_form")
+        if task.mixes_rows_in_evaluation:
+            what = "in evaluation, too, what the net computes for a row depends on the other rows"
+            notes.append(f"{what}: does a layer lack batch_first=True?")
     held = _held(shared.proxy, federation)
     if not has_fixed_features(task, federation):
-        return World(task, federation, held, [])
+        return World(task, federation, held, notes)
     wide = task.linear_head.in_features
-    note = f"the body is frozen: its {wide:,} features are computed once for all {len(federation.x):,} rows"
-    return World(*on_features(task, federation, held), [note])
+    notes.append(f"the body is frozen: its {wide:,} features are computed once for all {len(federation.x):,} rows")
+    return World(*on_features(task, federation, held), notes)
 
 
 def _placed(config: Config, world: World, device: torch.device, cohort: int) -> Placed:
