@@ -555,6 +555,24 @@ def test_a_net_that_changes_what_it_is_given_is_refused(draw: Any, told: str) ->
         fedloom.run(model=Drawing(draw), data=blobs(), rounds=1, partition={"clients": 4})
 
 
+def test_a_net_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    net: Any = TwoLayers()
+    with (
+        (tmp_path / "log").open("w") as net.log,
+        pytest.raises(ConfigError, match="the net cannot be copied: TypeError"),
+    ):
+        fedloom.run(model=net, data=blobs(), rounds=1, partition={"clients": 4})
+
+
+def test_parameters_that_are_not_trained_are_short_too() -> None:
+    net = TwoLayers()
+    net.layers[0].requires_grad_(False)
+    few: dict[str, Any] = {"data": blobs(), "rounds": 1, "partition": {"clients": 4}, "engine": {"precision": "bf16"}}
+    assert fedloom.run(model=net, **few).records
+    with pytest.raises(ConfigError, match=r"the net fails in training .*engine.precision=bf16 computes it in 16 bits"):
+        fedloom.run(model=Drawing(lambda _, x: x.double().float()), **few)
+
+
 class Overwriting(TwoLayers):
     """The gradient of a sigmoid is computed from its outputs, which are lost here."""
 

@@ -96,7 +96,7 @@ class Task:
         shape: tuple[int, ...] | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        net = _with_keyed_dropout(_copied(net))
+        net = _with_keyed_dropout(copied(net))
         _refuse_hidden_state(net)
         _refuse_tensors(net)
         _freeze(net, frozen)
@@ -196,11 +196,12 @@ class Task:
         other._whole = other._eval if self._whole is self._eval else self._whole
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
         other.criterion = _on(self.criterion, device)
-        for name, layer in other._train.named_modules():
+        for layer in other._train.modules():
             # BatchNorm takes 16-bit inputs with 32-bit statistics, which then requires 32-bit parameters.
-            if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
-                    parameter.data = other._short(parameter.data)
+                    if not parameter.requires_grad:
+                        parameter.data = other._short(parameter.data)
         other.channels_last = self.has_convolutions and computes_the_same(self._whole, self.shape)
         if other.channels_last:
             if other._whole is other._eval:  # it is passed to users, and stays an ordinary net
@@ -573,7 +574,8 @@ def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
         raise ConfigError(faults)
 
 
-def _copied(net: nn.Module) -> nn.Module:
+def copied(net: nn.Module) -> nn.Module:
+    """A copy of the user's net, or one fault that says why there is none."""
     try:
         return copy.deepcopy(net)
     except Exception as error:  # whatever the user's net holds

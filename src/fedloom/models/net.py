@@ -267,6 +267,8 @@ def _remedy(error: Exception) -> str:
         return "inputs reach a net as float32: write x.long() where they are numbers of words or rows"
     if "divisible by 2" in str(error):
         return "parameters begin anywhere in memory: write torch.view_as_complex(p.clone())"
+    if "BFloat16" in str(error):
+        return "engine.precision=bf16 computes it in 16 bits, which it does not take; fp32 and tf32 do not"
     if "sparse" in str(error):
         return "gradients are dense here: leave out sparse=True"
     return ""

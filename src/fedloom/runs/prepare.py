@@ -294,7 +294,7 @@ def _world(config: Config, shared: Shared, federation: Federation) -> World:
     task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
     notes: list[str] = []
     if not is_packaged("model", config.model):  # fedloom's own nets fit all data that they are built for
-        alone = task.to(federation.x.device, lanes=False)
+        alone = task.to(federation.x.device, lanes=False, precision=config.engine.precision)
         refuse_misfit(alone, arrays.shape, arrays.outputs, descends=config.algorithm.family != "closed_form")
         if task.mixes_rows_in_evaluation:
             what = "in evaluation, too, what the net computes for a row depends on the other rows"
