@@ -255,6 +255,31 @@ def scaled(outputs, y):
 """
 
 
+UNREPEATABLE = """
+import torch
+from torch.nn.functional import cross_entropy
+
+calls = []
+
+
+def noisy(outputs, y):
+    return cross_entropy(outputs + torch.randn_like(outputs), y, reduction="none")
+
+
+def counting(outputs, y):
+    calls.append(1)
+    return cross_entropy(outputs, y, reduction="none") / len(calls)
+"""
+
+
+@pytest.mark.parametrize("name", ["noisy", "counting"])
+def test_a_loss_that_cannot_be_repeated_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unrepeatable.py").write_text(UNREPEATABLE)
+    with pytest.raises(ConfigError, match=f"task.loss: 'unrepeatable.py:{name}' returns another loss for the same"):
+        accuracy(task={"loss": f"unrepeatable.py:{name}"})
+
+
 @pytest.mark.slow
 def test_clients_with_such_a_loss_train_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
