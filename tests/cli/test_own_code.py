@@ -37,6 +37,11 @@ class Backward(FedAvg):
         return x
 
 
+class Counts(FedAvg):
+    def loss(self, x, batch, down, mine):
+        return self.task.loss(x, batch) * one_hot(batch.y, 10).float().mean()
+
+
 class Net(nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
@@ -100,17 +105,25 @@ def test_the_whole_traceback_is_there_for_the_asking(quick: Quick, desk: Path) -
     assert "engine/star.py" in done.err
 
 
-def test_a_net_that_cannot_be_mapped_gets_the_advice_to_train_one_by_one(quick: Quick, desk: Path) -> None:
-    said = failed(quick, desk, "model=own.py:Recomputed")
-    assert "train one after another: set engine.executor=loop" in said
-    assert "fedloom check" not in said
+def test_clients_train_one_by_one_where_a_net_or_a_loss_cannot_be_mapped(quick: Quick, desk: Path) -> None:
     words = ("rounds=1", "partition.clients=3")
-    assert quick("run", "model=own.py:Recomputed", "engine.executor=loop", *words, cwd=desk).code == 0
+    done = quick("run", "model=own.py:Recomputed", *words, cwd=desk)
+    assert done.code == 0
+    assert "note: clients train one by one: side by side the net fails: CheckpointError: " in done.out
+    assert "clients one by one (the net does not work side by side)" in done.out
+    done = quick("run", "task.loss=own.py:brier", *words, cwd=desk)
+    assert "clients one by one (the loss does not work side by side)" in done.out
     assert quick("run", "model=own.py:Spectral", *words, cwd=desk).code == 0  # its statistics change with every batch
 
 
-def test_one_hot_in_a_loss(quick: Quick, desk: Path) -> None:
-    assert "(y[:, None] == torch.arange(C)).float()" in failed(quick, desk, "task.loss=own.py:brier")
+def test_a_net_that_cannot_be_mapped_is_refused_where_lanes_are_asked_for(quick: Quick, desk: Path) -> None:
+    said = failed(quick, desk, "model=own.py:Recomputed", "engine.executor=lanes")
+    assert "engine.executor: side by side the net fails: CheckpointError: " in said
+    assert "(use loop)" in said
+
+
+def test_one_hot_in_a_method(quick: Quick, desk: Path) -> None:
+    assert "(y[:, None] == torch.arange(C)).float()" in failed(quick, desk, "algorithm=own.py:Counts")
 
 
 def test_a_gradient_by_autograd(quick: Quick, desk: Path) -> None:

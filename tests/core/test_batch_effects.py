@@ -17,6 +17,7 @@ from torch.nn.functional import batch_norm, cross_entropy
 import fedloom
 from fedloom.core.batch_effects import loss_mixes_rows, net_mixes_rows
 from fedloom.core.errors import ConfigError
+from fedloom.core.task import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -91,6 +92,101 @@ def test_nets_of_known_layers_are_not_tried() -> None:
     assert not net_mixes_rows(nn.Sequential(nn.Linear(5, 3)), (5,))
 
 
+class Words(Centred):
+    """Rows meet, and numbers below 0 are no words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_up = nn.Embedding(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.look_up(x.long()).squeeze(-1))
+
+
+def test_nets_of_words_are_tried() -> None:
+    assert net_mixes_rows(Words().train(), (5,))
+
+
+class Remembering(Plain):
+    """What is between its layers depends on what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = 0
+        self.register_buffer("count", torch.tensor(0))
+
+
+class InAnAttribute(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        out, self.seen = x + self.seen, x.detach()
+        return out
+
+
+class ForEvaluation(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = x.mean()
+            return x
+        return x - self.seen
+
+
+class InACounter(Remembering):
+    count: Tensor
+
+    def between(self, x: Tensor) -> Tensor:
+        self.count += self.training
+        return x / (1 + self.count)
+
+
+class OfOldWeights(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        if not isinstance(self.seen, Tensor):
+            self.seen = self.body.weight.detach().norm()
+        return x / self.seen
+
+
+class InItsWeights(Remembering):
+    def between(self, x: Tensor) -> Tensor:
+        self.head.weight.data = self.head.weight.data / self.head.weight.data.norm()
+        return x
+
+
+class Unused(Remembering):
+    """What it keeps is for the user to look at."""
+
+    count: Tensor
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        self.count += 1
+        return x
+
+
+REMEMBERING = (InAnAttribute, ForEvaluation, InACounter, OfOldWeights, InItsWeights)
+
+
+@pytest.mark.parametrize("kind", [Plain, Dropping, Counting, Unused, *REMEMBERING])
+def test_nets_that_remember_are_found(kind: type[Plain]) -> None:
+    """Statistics in a buffer of floats are sent."""
+    assert Task(kind(), shape=(5,)).remembers is (kind in REMEMBERING)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {  # of torch: in training, in evaluation
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), False, False),
+    "attention over rows": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), True, True),
+    "instance norm": (lambda: nn.InstanceNorm1d(5), False, False),
+    "statistics": (lambda: nn.InstanceNorm1d(5, track_running_stats=True), True, False),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), True, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_torch_that_compare_rows_or_keep_statistics_are_tried(name: str) -> None:
+    make, training, evaluation = LAYERS[name]
+    task = Task(nn.Sequential(make(), nn.Flatten(), nn.Linear(20, 3)), shape=(5, 4))
+    assert (task.has_statistics, task.mixes_rows_in_evaluation) == (training, evaluation)
+
+
 def balanced(outputs: Tensor, y: Tensor) -> Tensor:
     one = (y[:, None] == torch.arange(outputs.shape[1])).to(outputs.dtype)
     return cross_entropy(outputs, y, reduction="none") * (one / one.sum(0).clamp(min=1)).sum(1)
@@ -157,6 +253,31 @@ def scaled(outputs, y):
     loss = plain(outputs, y)
     return loss * (1 + loss.mean())
 """
+
+
+UNREPEATABLE = """
+import torch
+from torch.nn.functional import cross_entropy
+
+calls = []
+
+
+def noisy(outputs, y):
+    return cross_entropy(outputs + torch.randn_like(outputs), y, reduction="none")
+
+
+def counting(outputs, y):
+    calls.append(1)
+    return cross_entropy(outputs, y, reduction="none") / len(calls)
+"""
+
+
+@pytest.mark.parametrize("name", ["noisy", "counting"])
+def test_a_loss_that_cannot_be_repeated_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unrepeatable.py").write_text(UNREPEATABLE)
+    with pytest.raises(ConfigError, match=f"task.loss: 'unrepeatable.py:{name}' returns another loss for the same"):
+        accuracy(task={"loss": f"unrepeatable.py:{name}"})
 
 
 @pytest.mark.slow

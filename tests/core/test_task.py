@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedloom.core.errors import ConfigError
 from fedloom.core.task import Batch, KeyedDropout, Task
 from fedloom.models.cnn import FedAvgCNN
 from fedloom.models.linear import MLP, Logistic
@@ -209,6 +210,49 @@ def test_a_dropout_used_at_two_places_is_replaced_at_both() -> None:
     first = task.grad(task.w0, b)
     torch.manual_seed(1)
     assert torch.equal(first, task.grad(task.w0, b))
+
+
+def computed_once() -> nn.Module:
+    net = nn.Linear(4, 3)
+    net.twice = 2 * net.weight  # type: ignore[assignment]
+    return net
+
+
+def with_sparse_buffer() -> nn.Module:
+    net = nn.Linear(4, 3)
+    net.register_buffer("links", torch.eye(4).to_sparse())
+    return net
+
+
+def half_double() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3).double())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (computed_once, "the net cannot be copied: RuntimeError: .*compute in forward what depends on parameters"),
+        (with_sparse_buffer, "'links' of the net is sparse .keep its indices and values"),
+        (half_double, "neither all float32 nor all float64: '0.bias' is float32, '1.bias' is float64 .call net.float"),
+        (lambda: nn.Linear(4, 3, dtype=torch.bfloat16), "for 16 bits there is engine.precision=bf16"),
+        (lambda: nn.Linear(4, 3, dtype=torch.complex64), "a complex one can be torch.view_as_complex"),
+        (lambda: nn.Embedding(4, 3, max_norm=1), "Embedding at '' has max_norm, and so writes into its weights"),
+    ],
+    ids=["computed", "sparse", "mixed", "short", "complex", "max_norm"],
+)
+def test_nets_that_are_no_vector_of_floats_are_refused(make: Callable[[], nn.Module], told: str) -> None:
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        Task(make())
+
+
+def test_statistics_of_several_types_keep_them() -> None:
+    """In one vector, all of them would be float64, and BatchNorm refuses that."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    net.register_buffer("weights", torch.ones(3, dtype=torch.float64))
+    task = Task(net, shape=(4,))
+    inputs = torch.randn(5, 4)
+    assert task.apply(task.w0, inputs, task.buffers0).dtype == torch.float32
+    assert task.tensors(task.w0, task.buffers0)["weights"].dtype == torch.float64
 
 
 def test_tf32_is_exact_where_there_is_none() -> None:

@@ -527,6 +527,64 @@ def test_a_net_that_draws_from_a_hidden_generator_is_refused(draw: Any, told: st
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def scaled(_: nn.Module, x: Tensor) -> Tensor:
+    return x.mul_(0.5)
+
+
+def clamped(net: Any, x: Tensor) -> Tensor:
+    net.layers[0].weight.data.clamp_(-0.01, 0.01)
+    return x
+
+
+def counted(net: Any, x: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    return x * net.calls
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (scaled, r"forward pass of the net writes into its inputs \(begin with x = x.clone\(\)\)"),
+        (clamped, r"forward pass of the net writes into its parameters \(compute with others"),
+        (counted, "a batch changes what the net computes for later ones"),
+    ],
+    ids=["inputs", "parameters", "attribute"],
+)
+def test_a_net_that_changes_what_it_is_given_is_refused(draw: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        fedloom.run(model=Drawing(draw), data=blobs(), rounds=1, partition={"clients": 4})
+
+
+def test_a_net_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    net: Any = TwoLayers()
+    with (
+        (tmp_path / "log").open("w") as net.log,
+        pytest.raises(ConfigError, match="the net cannot be copied: TypeError"),
+    ):
+        fedloom.run(model=net, data=blobs(), rounds=1, partition={"clients": 4})
+
+
+def test_parameters_that_are_not_trained_are_short_too() -> None:
+    net = TwoLayers()
+    net.layers[0].requires_grad_(False)
+    few: dict[str, Any] = {"data": blobs(), "rounds": 1, "partition": {"clients": 4}, "engine": {"precision": "bf16"}}
+    assert fedloom.run(model=net, **few).records
+    with pytest.raises(ConfigError, match=r"the net fails in training .*engine.precision=bf16 computes it in 16 bits"):
+        fedloom.run(model=Drawing(lambda _, x: x.double().float()), **few)
+
+
+class Overwriting(TwoLayers):
+    """The gradient of a sigmoid is computed from its outputs, which are lost here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.layers[0](x).sigmoid().add_(1)[:, :3]
+
+
+def test_a_net_without_a_gradient_is_refused_before_the_first_round() -> None:
+    with pytest.raises(ConfigError, match="the net fails in the backward pass: RuntimeError: one of the variables"):
+        fedloom.run(model=Overwriting(), data=blobs(), rounds=1, partition={"clients": 4})
+
+
 def test_dropout_as_a_layer_repeats_its_run() -> None:
     net = nn.Sequential(nn.Dropout(0.3), TwoLayers())
     first, second = (fedloom.run(model=net, data=blobs(), rounds=1, partition={"clients": 4}) for _ in range(2))

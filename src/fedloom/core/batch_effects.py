@@ -18,28 +18,76 @@ _ROWS, _TRIES = 6, 8
 
 
 def net_mixes_rows(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
-    """Whether what a net computes for a row in training, or its statistics, depends on the other rows.
+    """Whether what a net computes for a row in this mode, or its statistics, depends on the other rows.
 
-    Layers of torch and of fedloom are known, so nets of these alone are not tried.
+    Most layers of torch and of fedloom are known, and nets of these alone are not tried.
     """
-    if shape is None or not has_own_code(net):
-        return False
+    return shape is not None and not _is_known(net) and _tried(net, shape, _rows_meet)
+
+
+def _is_known(net: nn.Module) -> bool:
+    """Whether no layer but BatchNorm could compare rows, as attention over the first axis does, or keep statistics."""
+    layers = [m for m in net.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    keep = any(buffer.is_floating_point() for layer in layers for buffer in layer.buffers(recurse=False))
+    return not keep and not has_own_code(net) and not any(isinstance(m, nn.MultiheadAttention) for m in layers)
+
+
+def net_remembers(net: nn.Module, shape: tuple[int, ...] | None) -> bool:
+    """Whether a batch changes what a net computes for later ones, in another way than through its statistics.
+
+    Then it has attributes, or counters, which no client sends and no checkpoint holds, or changes its own weights.
+    """
+    return shape is not None and _tried(net, shape, _is_marked)
+
+
+def _tried(
+    net: nn.Module, shape: tuple[int, ...], has: Callable[[nn.Module, Tensor, Tensor, torch.Generator], bool]
+) -> bool:
+    """Whether two batches show it: of numbers around 0 or, for nets that read words as numbers, of 0 and 1."""
     numbers = torch.Generator().manual_seed(0)
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    for low in (-2, 0):
+        x, others = (torch.rand(_ROWS, *shape, generator=numbers).to(device) for _ in range(2))
+        x, others = (4 * x - 2, 4 * others - 2) if low else (x.round(), others.round())
+        try:
+            with torch.no_grad():
+                return has(net, x, others, numbers)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a net that fails is refused elsewhere, with what it was given
+            continue
+    return False
+
+
+def _rows_meet(net: nn.Module, x: Tensor, others: Tensor, numbers: torch.Generator) -> bool:
     trial = perturbed(net, numbers)
-    device = next((p.device for p in trial.parameters()), torch.device("cpu"))
-    x, others = (torch.randn(_ROWS, *shape, generator=numbers).to(device) for _ in range(2))
     others[0] = x[0]
     before = _statistics(trial)
-    try:
-        with torch.no_grad():
-            first, again = (copy.deepcopy(trial)(rows)[0] for rows in (x, others))
-            trial(x)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a net that fails is refused elsewhere, with what it was given
-        return False
+    first, again = (copy.deepcopy(trial)(rows)[0] for rows in (x, others))
+    trial(x)
     moved = any(not torch.equal(a, b) for a, b in zip(_statistics(trial), before, strict=True))
     return moved or not _same(first, again)
+
+
+def _is_marked(net: nn.Module, x: Tensor, others: Tensor, numbers: torch.Generator) -> bool:
+    fresh, used = perturbed(net, numbers), perturbed(net, numbers)
+    expected = [copy.deepcopy(fresh).train(training)(x) for training in (True, False)]
+    for training in (True, False):
+        before = [p.clone() for p in used.parameters()]
+        used.train(training)(others)
+        if not all(map(torch.equal, used.parameters(), before)):
+            return True
+    found = [_with_floats_of(fresh, used).train(training)(x) for training in (True, False)]
+    return not all(map(_same, found, expected))
+
+
+def _with_floats_of(fresh: nn.Module, used: nn.Module) -> nn.Module:
+    """The used net with the weights and statistics of the other."""
+    own = dict((*used.named_parameters(), *used.named_buffers()))
+    for name, x in (*fresh.named_parameters(), *fresh.named_buffers()):
+        if x.is_floating_point():
+            own[name].copy_(x)
+    return used
 
 
 def loss_mixes_rows(loss: Callable[[Tensor, Tensor], Tensor], outputs: int, *, regression: bool) -> bool:

@@ -106,8 +106,10 @@ def _own_loss(task: Objective, outputs: int) -> RowLoss:
     """The user's function with its settings, after a check that it returns a loss for each row."""
     own: RowLoss = task.own_function()
     y = torch.zeros(2) if task.is_regression else torch.zeros(2, dtype=torch.int64)
+    given = torch.linspace(-1, 1, 2 * outputs).view(2, outputs)
+    found: Any
     try:
-        found: Any = own(torch.zeros(2, outputs), y)
+        found, again = (own(given.clone(), y.clone()) for _ in range(2))
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
@@ -121,6 +123,11 @@ def _own_loss(task: Objective, outputs: int) -> RowLoss:
     if tuple(found.shape) != (2,):
         what = f"'{task.loss}' should return one loss for each row (got the shape {list(found.shape)} for 2 rows)"
         raise ConfigError([Fault("task.loss", what, "leave out the mean, as with reduction='none'")])
+    if not torch.allclose(found, again, equal_nan=True):
+        what = (
+            f"'{task.loss}' returns another loss for the same outputs a second time, so that no seed could repeat a run"
+        )
+        raise ConfigError([Fault("task.loss", what, "it should draw no random numbers, and remember nothing")])
     return own
 
 

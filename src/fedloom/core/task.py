@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, jvp
+from torch.func import functional_call, grad, grad_and_value, jvp, vjp
 
 from fedloom.core import rng, tree
-from fedloom.core.batch_effects import net_mixes_rows
+from fedloom.core.batch_effects import net_mixes_rows, net_remembers
 from fedloom.core.channels_last import ViewsReshape, channels_last, computes_the_same, has_own_code
 from fedloom.core.errors import ConfigError, Fault, nearest
 from fedloom.core.gradient import value_and_gradient
 from fedloom.core.lanes.conv import in_lanes
 from fedloom.core.objective import CLASSES, Criterion
+from fedloom.core.own_line import said
 from fedloom.core.replay import Recorder
 
 X = TypeVar("X")
@@ -95,10 +96,11 @@ class Task:
         shape: tuple[int, ...] | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        net = _with_keyed_dropout(copy.deepcopy(net))
+        net = _with_keyed_dropout(copied(net))
         _refuse_hidden_state(net)
+        _refuse_tensors(net)
         _freeze(net, frozen)
-        self.lanes, self._shape = lanes, shape
+        self.lanes, self.shape = lanes, shape
         self.criterion = CLASSES
         self.precision: Precision = "fp32"
         self.capture: Capture = "eager"
@@ -107,6 +109,8 @@ class Task:
         self._shares: dict[int, float] = {}
         self._frozen = tuple(name.removesuffix(".") for name in frozen)
         self._is_tied = _is_tied(net)
+        # Without a gradient, torch computes them by one operation, which it cannot map over clients.
+        self._is_recurrent = any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in net.modules())
         self._train, self._eval = copy.deepcopy(net).train(), net.eval()
         for name, part in self._train.named_modules():
             if self._is_frozen(name):
@@ -122,6 +126,7 @@ class Task:
         floats = {n: b for n, b in moving.items() if b.is_floating_point()}
         self._buffer_names, self._buffer_shapes = tuple(floats), [b.shape for b in floats.values()]
         self._buffer_sizes = [b.numel() for b in floats.values()]
+        self._buffer_types = [b.dtype for b in floats.values()]
         self.buffers0 = _flat(floats.values())  # [Q]
         drops = [n for n, m in net.named_modules() if isinstance(m, KeyedDropout)]
         self._dropouts = [n for n in drops if not self._is_frozen(n)]
@@ -163,6 +168,16 @@ class Task:
         return self.has_statistics and self.buffers0.numel() > 0
 
     @property
+    def mixes_rows_in_evaluation(self) -> bool:
+        """Whether the outputs for an example depend on the others that are evaluated with it."""
+        return net_mixes_rows(self._eval, self.shape)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the net computes with anything else that it keeps from one batch to the next."""
+        return net_remembers(self._train, self.shape)
+
+    @property
     def has_batch_norm(self) -> bool:
         layers = self._train.named_modules()
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not self._is_frozen(n) for n, m in layers)
@@ -181,12 +196,13 @@ class Task:
         other._whole = other._eval if self._whole is self._eval else self._whole
         other.w0, other.buffers0 = self.w0.to(device), self.buffers0.to(device)
         other.criterion = _on(self.criterion, device)
-        for name, layer in other._train.named_modules():
+        for layer in other._train.modules():
             # BatchNorm takes 16-bit inputs with 32-bit statistics, which then requires 32-bit parameters.
-            if self._is_frozen(name) and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 for parameter in layer.parameters(recurse=False):
-                    parameter.data = other._short(parameter.data)
-        other.channels_last = self.has_convolutions and computes_the_same(self._whole, self._shape)
+                    if not parameter.requires_grad:
+                        parameter.data = other._short(parameter.data)
+        other.channels_last = self.has_convolutions and computes_the_same(self._whole, self.shape)
         if other.channels_last:
             if other._whole is other._eval:  # it is passed to users, and stays an ordinary net
                 other._whole = copy.deepcopy(other._eval)
@@ -216,7 +232,7 @@ class Task:
         """
         other = copy.copy(self)
         other._train, other._eval = _without_body(self._train), _without_body(self._eval)
-        other._shape, other._shares = (self.linear_head.in_features,), {}
+        other.shape, other._shares = (self.linear_head.in_features,), {}
         return other
 
     def learning(self, criterion: Criterion) -> Task:
@@ -287,9 +303,9 @@ class Task:
     @property
     def is_head_of_body(self) -> bool:
         """Whether the logits are ``head(body(x))``, as far as one input can tell."""
-        if self._shape is None:
+        if self.shape is None:
             return True
-        x = torch.linspace(-1, 1, prod(self._shape), device=self.w0.device).view(1, *self._shape)
+        x = torch.linspace(-1, 1, prod(self.shape), device=self.w0.device).view(1, *self.shape)
         with torch.no_grad():
             logits = self.apply(self.w0, x, self.buffers0)
             own = self.linear_head(self.features(self.w0, x, self.buffers0))
@@ -348,11 +364,11 @@ class Task:
         return self._shares[below]
 
     def _work_above(self, below: int) -> float:
-        if self._shape is None or below >= self.size:
+        if self.shape is None or below >= self.size:
             return (self.size - below) / max(self.size, 1)
         first = next(k for k in range(len(self._sizes)) if sum(self._sizes[:k]) >= below)
         top = {name.rpartition(".")[0] for name in self.names[first:]}
-        x = torch.zeros(1, *self._shape, device=self.w0.device)
+        x = torch.zeros(1, *self.shape, device=self.w0.device)
         with torch.no_grad(), self._reading:
             counts, total = _work_of_layers(self._eval, x) or _work_by_torch(self._eval, x)
         return float(sum(n for name, n in counts if name in top) / max(total, 1))
@@ -395,9 +411,15 @@ class Task:
 
     def _called(self, net: nn.Module, held: dict[str, Tensor], x: Tensor) -> Tensor:
         """What a part of the net computes with these tensors."""
+
+        def out(held: dict[str, Tensor]) -> Tensor:
+            found: Tensor = functional_call(net, held, (x,), tie_weights=self._is_tied)
+            return found
+
         with self._reading:
-            out: Tensor = functional_call(net, held, (x,), tie_weights=self._is_tied)
-        return out
+            if self.lanes and self._is_recurrent and not torch.is_grad_enabled():
+                return cast(Tensor, vjp(out, held)[0])
+            return out(held)
 
     def _held(self, w: Weights, batch: Batch) -> dict[str, Tensor]:
         """All tensors of the net during one forward pass."""
@@ -438,8 +460,9 @@ class Task:
     def _unflat_buffers(self, buffers: Tensor) -> dict[str, Tensor]:
         if not self._buffer_names:
             return {}
-        parts = zip(self._buffer_names, torch.split(buffers, self._buffer_sizes), self._buffer_shapes, strict=True)
-        return {name: part.view(shape) for name, part, shape in parts}
+        parts = torch.split(buffers, self._buffer_sizes)
+        each = zip(self._buffer_names, parts, self._buffer_shapes, self._buffer_types, strict=True)
+        return {name: part.view(shape).to(kind) for name, part, shape, kind in each}
 
 
 # Layers without multiplications that count.
@@ -551,6 +574,30 @@ def _freeze(net: nn.Module, frozen: Sequence[str]) -> None:
         raise ConfigError(faults)
 
 
+def copied(net: nn.Module) -> nn.Module:
+    """A copy of the user's net, or one fault that says why there is none."""
+    try:
+        return copy.deepcopy(net)
+    except Exception as error:  # whatever the user's net holds
+        fix = "compute in forward what depends on parameters; torch.nn.utils.parametrizations.weight_norm can be copied"
+        raise ConfigError([Fault("model.kind", f"the net cannot be copied: {said(error)}", fix)]) from error
+
+
+def _refuse_tensors(net: nn.Module) -> None:
+    """Refuse parameters that do not fit into one vector of floats, and tensors that no file of models can hold."""
+    sparse = [name for name, x in (*net.named_parameters(), *net.named_buffers()) if x.layout != torch.strided]
+    if sparse:
+        fix = "keep its indices and values, and make it in forward; or keep it dense"
+        raise ConfigError([Fault("model.kind", f"'{sparse[0]}' of the net is sparse", fix)])
+    kinds = {p.dtype: f"'{name}' is {p.dtype}" for name, p in net.named_parameters() if p.requires_grad}
+    if kinds.keys() not in ({torch.float32}, {torch.float64}, set()):
+        fix = "call net.float() at the end of __init__; for 16 bits there is engine.precision=bf16"
+        if any(kind.is_complex for kind in kinds):
+            fix = "a complex one can be torch.view_as_complex(p.clone()), of a real parameter p [..., 2]"
+        what = f"parameters of the net are neither all float32 nor all float64: {', '.join(kinds.values())}"
+        raise ConfigError([Fault("model.kind", what.replace("torch.", ""), fix)])
+
+
 def _refuse_hidden_state(net: nn.Module) -> None:
     """Refuse layers with hidden random or counting state: a resumed run would differ."""
     faults = []
@@ -562,6 +609,9 @@ def _refuse_hidden_state(net: nn.Module) -> None:
             what = f"{type(layer).__name__} at '{name}' draws from torch's hidden generator"
             instead = "set dropout=0 there, and put one before or after it" if inner else "use it"
             faults.append(Fault("model.kind", what, f"nn.Dropout is the dropout that can be repeated: {instead}"))
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            what = f"{type(layer).__name__} at '{name}' has max_norm, and so writes into its weights"
+            faults.append(Fault("model.kind", what, "leave it out, and shorten long rows in forward"))
         elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
             what = f"{type(layer).__name__} at '{name}' has no momentum, and so counts batches across clients"
             faults.append(Fault("model.kind", what, "give it one, such as momentum=0.1"))

@@ -201,19 +201,21 @@ def materialised(net: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     return net
 
 
-def refuse_misfit(task: Task, shape: tuple[int, ...], outputs: int) -> None:
+def refuse_misfit(task: Task, shape: tuple[int, ...], outputs: int, *, descends: bool = True) -> None:
     """One fault for a net that fails on inputs of this shape, or does not return ``[B, outputs]`` for them.
 
-    A net that draws from a hidden generator is refused, too: no seed and no resume could repeat its run.
-
-    It is tried in evaluation and in training. Pass a task of its own: what the user's code changes in the net stays.
+    So is one that no seed and no resume could repeat: it draws from a hidden generator, remembers earlier batches, or
+    writes into what it is given. It is tried in evaluation, in training and, if training ``descends``, backwards.
+    Pass a task of its own: what the user's code changes in the net stays.
     """
     device = task.w0.device
     x, one = torch.zeros(_TRIED, *shape, device=device), torch.ones((), device=device)
-    batch = Batch(x, one, one, one.long(), one, one, task.buffers0)
+    w = torch.cat([task.w0[:1], task.w0])[1:]  # as of any client: it begins somewhere in memory
+    batch = Batch(x, x.new_zeros(_TRIED), x.new_ones(_TRIED), one.long(), one, one, task.buffers0.clone())
+    batch = batch if task.criterion.regression else batch._replace(y=batch.y.long())
     passes: dict[str, Callable[[], Any]] = {
-        "": lambda: task.apply(task.w0, x, task.buffers0),
-        " in training": lambda: task.logits(task.w0, batch),
+        "": lambda: task.apply(w, x, batch.buffers),
+        " in training": lambda: task.logits(w, batch),
     }
     each = "one number for each row" if task.criterion.regression else f"one output for each of the {outputs} classes"
     fix = f"it should return [batch, {outputs}], {each}"
@@ -230,6 +232,25 @@ def refuse_misfit(task: Task, shape: tuple[int, ...], outputs: int) -> None:
                 what = f"the forward pass of the net draws from {drawn[0]} hidden generator{mode}"
                 known = "an nn.Dropout layer draws by the run's seed; F.dropout and torch.randn do not"
                 raise ConfigError([Fault("model", f"{what}, so that no seed could repeat a run", known)])
+            _refuse_writing(task, w, batch, mode)
+        if task.remembers:
+            what = "a batch changes what the net computes for later ones: it keeps something, such as an attribute or a"
+            kept = "what register_buffer keeps in floats is a running statistic, and is sent"
+            raise ConfigError([Fault("model", f"{what} counter, that no client sends", kept)])
+        if descends:
+            _tried(lambda: task.grad(w, batch), " in the backward pass", "")
+
+
+def _refuse_writing(task: Task, w: Tensor, batch: Batch, mode: str) -> None:
+    """One fault for a net that changes in place what it is given."""
+    given = {
+        "parameters": (w, task.w0, "compute with others, as in F.linear(x, self.layer.weight.clamp(-1, 1))"),
+        "buffers": (batch.buffers, task.buffers0, "keep statistics only if self.training"),
+        "inputs": (batch.x, torch.zeros_like(batch.x), "begin with x = x.clone()"),
+    }
+    for what, (now, then, fix) in given.items():
+        if now._version or not torch.equal(now, then):
+            raise ConfigError([Fault("model", f"the forward pass of the net writes into its {what}{mode}", fix)])
 
 
 def _tried(forward: Callable[[], Any], given: str, fix: str) -> Any:
@@ -241,9 +262,15 @@ def _tried(forward: Callable[[], Any], given: str, fix: str) -> Any:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do where a net takes its inputs for row numbers or words, which are float32 like all inputs."""
+    """What to do about an error of torch that does not say so; mostly empty."""
     if "scalar types: Long, Int" in str(error) or "tensors used as indices must be" in str(error):
         return "inputs reach a net as float32: write x.long() where they are numbers of words or rows"
+    if "divisible by 2" in str(error):
+        return "parameters begin anywhere in memory: write torch.view_as_complex(p.clone())"
+    if "BFloat16" in str(error):
+        return "engine.precision=bf16 computes it in 16 bits, which it does not take; fp32 and tf32 do not"
+    if "sparse" in str(error):
+        return "gradients are dense here: leave out sparse=True"
     return ""
 
 

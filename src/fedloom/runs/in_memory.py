@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedloom.core.errors import DataError
+from fedloom.core.task import copied
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Rows
 from fedloom.data.handed import from_anything, is_data, names_clients
@@ -44,7 +44,7 @@ class GivenNet(NetSpec):
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:  # noqa: ARG002
         assert self._net is not None
-        return copy.deepcopy(self._net)
+        return copied(self._net)
 
 
 def is_handed_over(data: Any) -> bool:

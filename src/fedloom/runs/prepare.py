@@ -27,6 +27,7 @@ from fedloom.data.partition import Natural, PartitionSummary, fingerprint, held_
 from fedloom.data.proxy import lacking, without
 from fedloom.data.targets import looks_like_numbers, with_unit
 from fedloom.engine.clock import check_clients
+from fedloom.engine.lane_trial import why_apart
 from fedloom.engine.local import Executor, capture_for, choose, lane_limit, reuse_memory
 from fedloom.engine.plan import amounts
 from fedloom.engine.ranks import joined, take_device
@@ -316,28 +317,33 @@ def _world(config: Config, shared: Shared, federation: Federation) -> World:
     arrays = shared.arrays
     loss = criterion_of(config.task, shared.labels, arrays.outputs, arrays.unit[1])
     task = initial_task(config.model, arrays, config.basics.seed).learning(loss)
+    notes: list[str] = []
     if not is_packaged("model", config.model):  # fedloom's own nets fit all data that they are built for
-        refuse_misfit(task.to(federation.x.device, lanes=False), arrays.shape, arrays.outputs)
+        alone = task.to(federation.x.device, lanes=False, precision=config.engine.precision)
+        refuse_misfit(alone, arrays.shape, arrays.outputs, descends=config.algorithm.family != "closed_form")
+        if task.mixes_rows_in_evaluation:
+            what = "in evaluation, too, what the net computes for a row depends on the other rows"
+            notes.append(f"{what}: does a layer lack batch_first=True?")
     held = _held(shared.proxy, federation)
     if not has_fixed_features(task, federation):
-        return World(task, federation, held, [])
+        return World(task, federation, held, notes)
     wide = task.linear_head.in_features
-    note = f"the body is frozen: its {wide:,} features are computed once for all {len(federation.x):,} rows"
-    return World(*on_features(task, federation, held), [note])
+    notes.append(f"the body is frozen: its {wide:,} features are computed once for all {len(federation.x):,} rows")
+    return World(*on_features(task, federation, held), notes)
 
 
 def _placed(config: Config, world: World, device: torch.device, cohort: int) -> Placed:
     """Choose the executor, and whether its steps are captured or compiled."""
     engine = config.engine
-    executor, reason = _executor(config, world.task, device, cohort)
+    executor, reason, notes = _executor(config, world.task, device, cohort)
     steps = amounts(config.local, world.federation.train.sizes).steps.double().mean()
     ticks = config.basics.rounds * float(steps)
     capture = capture_for(engine.compile, device, executor == "lanes", ticks, config.alike)
     task = world.task.to(device, lanes=executor == "lanes", precision=engine.precision, capture=capture)
-    in_vain = engine.compile == "on" and capture != "compiled"
-    lacks = "clients train one by one" if executor == "loop" else "there is no C++ compiler (g++, clang++ or $CXX)"
-    note = f"engine.compile = 'on' does nothing here: {lacks}"
-    return Placed(task, executor, reason, [note] if in_vain else [])
+    if engine.compile == "on" and capture != "compiled":
+        lacks = "clients train one by one" if executor == "loop" else "there is no C++ compiler (g++, clang++ or $CXX)"
+        notes.append(f"engine.compile = 'on' does nothing here: {lacks}")
+    return Placed(task, executor, reason, notes)
 
 
 def _bound(config: Config, task: Task, world: World, guard: Guard | None) -> AnyAlgorithm:
@@ -406,15 +412,29 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> tuple[Executor, str]:
+def _executor(config: Config, task: Task, device: torch.device, cohort: int) -> tuple[Executor, str, list[str]]:
+    """The executor, the reason in words, and notes for the user."""
     wanted = config.engine.executor
-    if wanted == "auto":
-        return choose(task, device, cohort)
-    if wanted == "lanes" and (task.has_statistics or task.criterion.mixes_rows):
+    executor, reason = choose(task, device, cohort) if wanted == "auto" else (wanted, "as configured")
+    if executor == "loop":
+        return executor, reason, []
+    if task.has_statistics or task.criterion.mixes_rows:
         where = "the statistics of BatchNorm" if task.has_batch_norm else "what is computed from a whole batch"
         fix = "use loop" + (', or a net with norm = "group"' if task.has_batch_norm else "")
         raise ConfigError([Fault("engine.executor", f"lanes pads batches, which would enter {where}", fix)])
-    return wanted, "as configured"
+    what = _own_words(config)
+    why = why_apart(task, device) if what else ""
+    if not why:
+        return executor, reason, []
+    if wanted == "lanes":
+        raise ConfigError([Fault("engine.executor", f"side by side {what} {why}", "use loop")])
+    return "loop", f"{what} does not work side by side", [f"clients train one by one: side by side {what} {why}"]
+
+
+def _own_words(config: Config) -> str:
+    """What local training computes of the user's own, in words; empty if nothing."""
+    own_net, own_loss = not is_packaged("model", config.model), config.task.is_own
+    return "the net" * own_net + " with " * (own_net and own_loss) + "the loss" * own_loss
 
 
 def _check_fit(config: Config, shared: Shared, federation: Federation) -> None:
