@@ -185,7 +185,7 @@ def test_recurrent_nets_of_clients_are_evaluated_side_by_side(tmp_path: Path) ->
     """Without a gradient, torch computes them in another way, which it cannot map over clients."""
     torch.manual_seed(0)
     net = Recurrent(nn.LSTM)
-    lanes = run(tmp_path / "lanes", "ditto", net)
+    lanes = run(tmp_path / "lanes", "ditto", net, executor="lanes")
     loop = run(tmp_path / "loop", "ditto", net, executor="loop")
     assert (lanes[0], loop[0]) == ("lanes", "loop")
     assert lanes[1] == pytest.approx(loop[1], rel=1e-5)

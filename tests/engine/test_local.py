@@ -192,6 +192,9 @@ def test_the_loop_takes_one_client_and_lanes_take_many_by_a_fixed_rule() -> None
     assert choose(conv, CPU, 10)[0] == "loop"
     assert choose(conv, gpu, 10)[0] == "lanes"
     assert choose(normed, gpu, 10)[0] == choose(normed, CPU, 10)[0] == "loop"
+    lstm, gru = (Task(nn.Sequential(layer(3, 4, batch_first=True))) for layer in (nn.LSTM, nn.GRU))
+    assert [choose(lstm, device, 10)[0] for device in (CPU, gpu)] == ["loop", "lanes"]
+    assert choose(gru, CPU, 10)[0] == "lanes"
     assert lane_limit(mlp, CPU) == 4096
     assert 1 <= lane_limit(conv, CPU) < lane_limit(conv, gpu) <= 4096
 

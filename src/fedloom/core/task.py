@@ -186,6 +186,10 @@ class Task:
     def has_convolutions(self) -> bool:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self._train.modules())
 
+    @property
+    def has_lstm(self) -> bool:
+        return any(isinstance(m, nn.LSTM) for m in self._train.modules())
+
     def to(
         self, device: torch.device, *, lanes: bool, precision: Precision = "fp32", capture: Capture = "eager"
     ) -> Task:
