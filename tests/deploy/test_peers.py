@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -156,6 +157,26 @@ def test_a_node_that_left_comes_back_and_leaves_out_what_it_missed(tmp_path: Pat
     assert (found["state"], found["round"], found["skipped"]) == ("completed", 6, 3)
     assert [line["round"] for line in network.lines(1)] == [1, 5, 6]
     assert [line["down"] for line in network.lines(0)] == [{}, *[{"Bea": "has left"}] * 3, {}, {}]
+    again = network.process(1)  # a node counts what it skipped over all its starts
+    again.station.close()
+    assert again._record("stopped")["skipped"] == 3
+
+
+def test_two_nodes_that_are_killed_in_one_round_do_it_again_with_the_same_result(tmp_path: Path) -> None:
+    """Bea has saved the second round, and Ada has not: Bea sends again what Ada needs, which is in its checkpoint."""
+    site, killed = tmp_path / "site", tmp_path / "killed"
+    config = network_of("dpsgd", rounds=3, topology={"kind": "ring", "gossip_steps": 2})
+    network = Network(site, config)
+    for k, round_ in ((0, 1), (1, 2), (2, 1)):
+        network.before(k, round_, partial(shutil.copytree, site / network.slugs[k], killed / network.slugs[k]))
+    undisturbed = network.completed()
+    for slug in network.slugs:
+        shutil.rmtree(site / slug)
+        shutil.copytree(killed / slug, site / slug)
+    again = network.completed()
+    assert [[line["round"] for line in network.lines(k)] for k in range(3)] == [[1, 2, 3]] * 3
+    assert [line["down"] for k in range(3) for line in network.lines(k)] == [{}] * 9
+    assert all(torch.equal(one.server.w, other.server.w) for one, other in zip(undisturbed, again, strict=True))
 
 
 # -- intruders -------------------------------------------------------------------------------------

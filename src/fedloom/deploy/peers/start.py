@@ -103,7 +103,7 @@ class PeerProcess:
         self.station.say, self.station.changed = say, self._refresh
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
-        self._round = self._skipped = 0
+        self._round, self._skipped = 0, int(read_state(bundle.folder).get("skipped", 0))
         contract = bundle.contract
         self._about = {"campaign": contract.campaign, "algorithm": contract.config.kinds["algorithm"]}
         self._state = "joining"
@@ -172,6 +172,7 @@ class PeerProcess:
         links = peer.load()
         if links is not None:
             edges.remember(links)
+            edges.sent = peer.sent_again()
             self._say(f"continuing after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
