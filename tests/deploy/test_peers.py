@@ -348,3 +348,32 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="graph: is not that of the experiment"):
         read_bundle(ada)
     assert json.loads((bea / "federation.json").read_text())["nodes"] == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "why"),
+    [
+        (
+            "node.toml",
+            "tcp://",
+            "ipc://",
+            r"node\.bind: should be tcp://host:port, as tcp://0\.0\.0\.0:9444 \(got 'ipc",
+        ),
+        (
+            "node.toml",
+            "tcp://127.0.0.1:",
+            "tcp://*:9",
+            "node.bind: should be",
+        ),  # libzmq would take the port modulo 2^16
+        ("members.toml", "tcp://", "", r"members\.toml, address: '127\.0\.0\.1:\d+', of Ada, is not an address"),
+        ("members.toml", 'key = "', 'key = "a', r"members\.toml, key: 'a\S{40}', of Ada, is not a key"),
+    ],
+)
+def test_an_address_or_a_key_that_was_mistyped_is_named(
+    file: str, old: str, new: str, why: str, tmp_path: Path
+) -> None:
+    ada = tmp_path / "site" / "ada"
+    Network(tmp_path / "site", network_of("dfedavg"))
+    (ada / file).write_text((ada / file).read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=why):
+        read_bundle(ada)
