@@ -103,6 +103,13 @@ def test_a_network_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("completed", 2, ["Node 2"]),
         ("completed", 2, ["Node 1"]),
     ]
+    for k in (1, 2):  # a network is continued with more rounds
+        contract = tmp_path / "site" / f"node-{k}" / "experiment.toml"
+        contract.write_text(contract.read_text().replace("rounds = 2", "rounds = 3"))
+    for node in [peers("start", tmp_path / "site" / f"node-{k}", "data=experiment", "--trust") for k in (1, 2)]:
+        out = said(node)
+        assert "continuing after round 2" in out
+        assert "all 3 rounds are done" in out
 
 
 def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_go_on(

@@ -15,6 +15,7 @@ from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, FedloomError
 from fedloom.data.column_check import suspicions
 from fedloom.deploy.audit import write_audit
+from fedloom.deploy.contract import read_outline
 from fedloom.deploy.ends import OwnRows, population_of
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
@@ -40,7 +41,9 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
-    if (recorded := read_state(folder)).get("state") == "completed":
+    recorded = read_state(folder)
+    asked = read_outline(folder, made_by="peers").rounds
+    if recorded.get("state") == "completed" and recorded.get("rounds", asked) >= asked:
         say(f"all rounds are done: {folder}")
         return recorded
     bundle = read_bundle(folder, trust=trust)
@@ -258,6 +261,13 @@ class PeerProcess:
         self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
         links = {names[j]: self.station.link_state(j) for j in self.station.identity.neighbours}
-        found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
+        found = {
+            "state": state,
+            "rounds": self._rounds,
+            "neighbours": links,
+            "doubts": len(edges.doubts),
+            "skipped": self._skipped,
+            **more,
+        }
         disk.write_bytes(self._bundle.folder / STATE, json.dumps(found).encode() + b"\n")
         return found
