@@ -92,6 +92,14 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
     assert (tmp_path / "killed" / "model.safetensors").is_file()
 
 
+def test_bundles_that_cannot_be_written_are_one_error(tmp_path: Path) -> None:
+    words = ("init", experiment(tmp_path), "--nodes", "Ada, Bea", "--out", tmp_path / "site")
+    assert said(peers(*words, largest_file=30), 4) == (
+        f"error: writing below {tmp_path} failed: File too large; what was saved before is intact: make room, then try "
+        "again\n"
+    )
+
+
 def test_a_network_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a method of one's own, named on the command line alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

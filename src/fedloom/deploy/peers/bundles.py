@@ -25,6 +25,7 @@ from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.members import MEMBERS, Member, Members, is_address, read_members, write_members
 from fedloom.deploy.services import unit_of_peer
 from fedloom.deploy.site import NODE_TOML, read_section, refuse_open_key, slugs_of, with_absolute_data, with_clients
+from fedloom.deploy.waits import writing
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config
 
@@ -136,16 +137,17 @@ def initialise_peers(
     pairs = [new_curve_keys() for _ in names]
     members = [Member(n, at, pair.public) for n, at, pair in zip(names, places, pairs, strict=True)]
     assert config.topology is not None
-    for slug, member, pair in zip(slugs, members, pairs, strict=True):
-        folder = out / slug
-        disk.make_folder(folder)
-        disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
-        write_members(folder / MEMBERS, contract.campaign, members, config.topology)
-        write_contract(folder, contract if shared_disk else contract._replace(config=without_folder(config)))
-        seat = Seat(name=member.name, bind=_bind(member.address))
-        table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
-        disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
-        disk.write_bytes(folder / "fedloom-peer.service", unit_of_peer(slug))
+    with writing(out.absolute().parent, "try again"):
+        for slug, member, pair in zip(slugs, members, pairs, strict=True):
+            folder = out / slug
+            disk.make_folder(folder)
+            disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
+            write_members(folder / MEMBERS, contract.campaign, members, config.topology)
+            write_contract(folder, contract if shared_disk else contract._replace(config=without_folder(config)))
+            seat = Seat(name=member.name, bind=_bind(member.address))
+            table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
+            disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
+            disk.write_bytes(folder / "fedloom-peer.service", unit_of_peer(slug))
     return slugs
 
 
