@@ -24,13 +24,14 @@ from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
-from fedloom.deploy.peers.start import refuse_by_policy
+from fedloom.deploy.peers.start import missed, refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
 from support.federation import config_of, simulated
 from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
 from support.way import Way
 
+SELDOM = {"kind": "matching", "pairs": 1}
 SIX = ("Ada", "Bea", "Cem", "Dan", "Eve", "Fay")
 
 
@@ -160,6 +161,31 @@ def test_a_node_that_left_comes_back_and_leaves_out_what_it_missed(tmp_path: Pat
     again = network.process(1)  # a node counts what it skipped over all its starts
     again.station.close()
     assert again._record("stopped")["skipped"] == 3
+
+
+def test_a_slow_node_of_a_redrawn_graph_misses_nothing(tmp_path: Path) -> None:
+    """One pair exchanges in a round: Bea gets to its round with Dan, the fifth, while Dan is still in the second."""
+    config = network_of("dfedavg", rounds=8, partition={"kind": "iid", "clients": 6}, topology=SELDOM)
+    network = Network(tmp_path / "site", config, SIX)
+    network.before(3, 1, lambda: wait_until(lambda: network.processes[3].station.edges.at.get(1, 0) >= 4))
+    nodes = network.completed()
+    found = [status_of_peer(tmp_path / "site" / slug) for slug in network.slugs]
+    assert [(one["skipped"], one["closed"]) for one in found] == [(0, {})] * 6
+    assert furthest(nodes, simulated(config, 8)[1]) == 0
+
+
+def test_a_node_has_missed_what_its_neighbours_have_done_without_it() -> None:
+    pairs = {2: [1], 3: [], 4: [5], 5: [1]}
+
+    def missing(**theirs: int) -> int:
+        return missed(2, 6, {int(name[1:]): round_ for name, round_ in theirs.items()}, lambda r: pairs.get(r, []))
+
+    assert missing() == 0
+    assert missing(n1=2, n5=6) == 0  # node 1 waits
+    assert missing(n1=3, n5=6) == 0  # the round can be repeated
+    assert missing(n1=4, n5=4) == 1  # node 1 has done round 2, and node 5 waits in round 4
+    assert missing(n1=5, n5=5) == 3
+    assert missing(n1=9, n5=9) == 4
 
 
 def test_two_nodes_that_are_killed_in_one_round_do_it_again_with_the_same_result(tmp_path: Path) -> None:

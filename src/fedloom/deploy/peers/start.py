@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,21 @@ def refuse_by_policy(bundle: Bundle) -> None:
         why = f"policy.min_cohort: the network has {len(bundle.contract.nodes)} nodes; this node requires {least}"
     if why:
         raise ConfigError([Fault(str(bundle.folder / "node.toml"), why)])
+
+
+def missed(round_: int, rounds: int, theirs: Mapping[int, int], neighbours: Callable[[int], Iterable[int]]) -> int:
+    """How many rounds a node has missed: those that all its neighbours in them have done without it.
+
+    ``theirs``: in which round those that can be reached are. A node that has missed one round can repeat it. Where the
+    graph is redrawn, others may be far ahead although the neighbours of this round still wait for this node.
+    """
+    behind = 0
+    for later in range(round_, min(max(theirs.values(), default=0), rounds)):
+        met = [theirs[j] for j in neighbours(later) if j in theirs]
+        if any(at <= later + (not behind) for at in met):
+            break
+        behind = later + 1 - round_ if met else behind
+    return behind
 
 
 def lines_to_neighbours(bundle: Bundle) -> dict[int, tuple[str, str]]:
@@ -217,11 +232,15 @@ class PeerProcess:
         self._log(peer, work, closed, time.monotonic() - began)
 
     def _caught_up(self, peer: Peer) -> bool:
-        """Whether rounds were skipped: those that are past for neighbours, except for one, which can be repeated."""
+        """Whether rounds were skipped, which neighbours have done without this node."""
         steps, edges = peer.steps, self.station.edges
-        theirs = [edges.at[j] // steps for j in self.station.present() if j in edges.at]
-        behind = min(max(theirs, default=0), self._rounds) - peer.state.round
-        if behind <= 1:
+        theirs = {j: edges.at[j] // steps for j in self.station.present() if j in edges.at}
+
+        def neighbours(round_: int) -> set[int]:
+            return {j for step in range(steps) for j in links_of(peer.exp, self._bundle.me, round_, step)}
+
+        behind = missed(peer.state.round, self._rounds, theirs, neighbours)
+        if not behind:
             return False
         self._say(f"rounds {peer.state.round + 1} to {peer.state.round + behind} are past and are skipped")
         self._skipped += behind
