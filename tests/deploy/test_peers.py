@@ -19,7 +19,7 @@ import zmq
 from fedloom.cli.peers import _print_status
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
-from fedloom.deploy.messages import Envelope, packed, unpacked
+from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Patience
@@ -250,6 +250,16 @@ def test_what_a_member_sends_wrongly_is_refused_and_named_and_the_round_goes_on(
         assert [why for why in ATTACKS if why not in refused] == []
         assert all(line["up"] == [NAMES[2 - k]] for line in lines[:-1])
         assert lines[-1]["up"] == [name for name in NAMES if name != NAMES[k]]
+
+
+@pytest.mark.parametrize("rows", [None, {"1": 1e999}, {"1": [1e999, 1]}, {"1": [3]}, {"9": [3, 4]}, {"1": [3, -4]}])
+def test_numbers_of_rows_that_cannot_be_are_refused_and_the_node_stays(rows: Any, tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+    station = network.process(0).station
+    with pytest.raises(MessageError, match="'rows' "):
+        station._handle(1, WireFrame("hello", {"rows": rows, "at": 0, **station.identity.terms._asdict()}))
+    assert station.rows == {0: (178, 45)}
+    station.close()
 
 
 def test_strangers_are_refused_in_the_handshake_and_named(tmp_path: Path) -> None:
