@@ -347,6 +347,13 @@ def test_status_counts_one_round_and_several(capsys: pytest.CaptureFixture[str])
     assert "  Bea: ended, closed in 2 rounds\n  skipped 3 rounds\n" in capsys.readouterr().out
 
 
+def test_status_prints_what_a_neighbour_says_without_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "\x1b[2Jall is well\nBea: completed"
+    _print_status(a_status(last_round={"down": {"Bea": said}}, why=said))
+    assert "\x1b" not in (out := capsys.readouterr().out)
+    assert "all is well\ufffdBea: completed\n" in out
+
+
 # -- refused before anything is made ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("more", "where"),
