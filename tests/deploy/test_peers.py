@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -18,18 +19,19 @@ import zmq
 from fedloom.cli.peers import _print_status
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
-from fedloom.deploy.messages import Envelope, packed, unpacked
+from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
-from fedloom.deploy.peers.start import refuse_by_policy
+from fedloom.deploy.peers.start import missed, refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
 from support.federation import config_of, simulated
 from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
 from support.way import Way
 
+SELDOM = {"kind": "matching", "pairs": 1}
 SIX = ("Ada", "Bea", "Cem", "Dan", "Eve", "Fay")
 
 
@@ -156,6 +158,51 @@ def test_a_node_that_left_comes_back_and_leaves_out_what_it_missed(tmp_path: Pat
     assert (found["state"], found["round"], found["skipped"]) == ("completed", 6, 3)
     assert [line["round"] for line in network.lines(1)] == [1, 5, 6]
     assert [line["down"] for line in network.lines(0)] == [{}, *[{"Bea": "has left"}] * 3, {}, {}]
+    again = network.process(1)  # a node counts what it skipped over all its starts
+    again.station.close()
+    assert again._record("stopped")["skipped"] == 3
+
+
+def test_a_slow_node_of_a_redrawn_graph_misses_nothing(tmp_path: Path) -> None:
+    """One pair exchanges in a round: Bea gets to its round with Dan, the fifth, while Dan is still in the second."""
+    config = network_of("dfedavg", rounds=8, partition={"kind": "iid", "clients": 6}, topology=SELDOM)
+    network = Network(tmp_path / "site", config, SIX)
+    network.before(3, 1, lambda: wait_until(lambda: network.processes[3].station.edges.at.get(1, 0) >= 4))
+    nodes = network.completed()
+    found = [status_of_peer(tmp_path / "site" / slug) for slug in network.slugs]
+    assert [(one["skipped"], one["closed"]) for one in found] == [(0, {})] * 6
+    assert furthest(nodes, simulated(config, 8)[1]) == 0
+
+
+def test_a_node_has_missed_what_its_neighbours_have_done_without_it() -> None:
+    pairs = {2: [1], 3: [], 4: [5], 5: [1]}
+
+    def missing(**theirs: int) -> int:
+        return missed(2, 6, {int(name[1:]): round_ for name, round_ in theirs.items()}, lambda r: pairs.get(r, []))
+
+    assert missing() == 0
+    assert missing(n1=2, n5=6) == 0  # node 1 waits
+    assert missing(n1=3, n5=6) == 0  # the round can be repeated
+    assert missing(n1=4, n5=4) == 1  # node 1 has done round 2, and node 5 waits in round 4
+    assert missing(n1=5, n5=5) == 3
+    assert missing(n1=9, n5=9) == 4
+
+
+def test_two_nodes_that_are_killed_in_one_round_do_it_again_with_the_same_result(tmp_path: Path) -> None:
+    """Bea has saved the second round, and Ada has not: Bea sends again what Ada needs, which is in its checkpoint."""
+    site, killed = tmp_path / "site", tmp_path / "killed"
+    config = network_of("dpsgd", rounds=3, topology={"kind": "ring", "gossip_steps": 2})
+    network = Network(site, config)
+    for k, round_ in ((0, 1), (1, 2), (2, 1)):
+        network.before(k, round_, partial(shutil.copytree, site / network.slugs[k], killed / network.slugs[k]))
+    undisturbed = network.completed()
+    for slug in network.slugs:
+        shutil.rmtree(site / slug)
+        shutil.copytree(killed / slug, site / slug)
+    again = network.completed()
+    assert [[line["round"] for line in network.lines(k)] for k in range(3)] == [[1, 2, 3]] * 3
+    assert [line["down"] for k in range(3) for line in network.lines(k)] == [{}] * 9
+    assert all(torch.equal(one.server.w, other.server.w) for one, other in zip(undisturbed, again, strict=True))
 
 
 # -- intruders -------------------------------------------------------------------------------------
@@ -203,6 +250,16 @@ def test_what_a_member_sends_wrongly_is_refused_and_named_and_the_round_goes_on(
         assert [why for why in ATTACKS if why not in refused] == []
         assert all(line["up"] == [NAMES[2 - k]] for line in lines[:-1])
         assert lines[-1]["up"] == [name for name in NAMES if name != NAMES[k]]
+
+
+@pytest.mark.parametrize("rows", [None, {"1": 1e999}, {"1": [1e999, 1]}, {"1": [3]}, {"9": [3, 4]}, {"1": [3, -4]}])
+def test_numbers_of_rows_that_cannot_be_are_refused_and_the_node_stays(rows: Any, tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+    station = network.process(0).station
+    with pytest.raises(MessageError, match="'rows' "):
+        station._handle(1, WireFrame("hello", {"rows": rows, "at": 0, **station.identity.terms._asdict()}))
+    assert station.rows == {0: (178, 45)}
+    station.close()
 
 
 def test_strangers_are_refused_in_the_handshake_and_named(tmp_path: Path) -> None:
@@ -290,6 +347,13 @@ def test_status_counts_one_round_and_several(capsys: pytest.CaptureFixture[str])
     assert "  Bea: ended, closed in 2 rounds\n  skipped 3 rounds\n" in capsys.readouterr().out
 
 
+def test_status_prints_what_a_neighbour_says_without_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "\x1b[2Jall is well\nBea: completed"
+    _print_status(a_status(last_round={"down": {"Bea": said}}, why=said))
+    assert "\x1b" not in (out := capsys.readouterr().out)
+    assert "all is well\ufffdBea: completed\n" in out
+
+
 # -- refused before anything is made ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("more", "where"),
@@ -327,3 +391,32 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="graph: is not that of the experiment"):
         read_bundle(ada)
     assert json.loads((bea / "federation.json").read_text())["nodes"] == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "why"),
+    [
+        (
+            "node.toml",
+            "tcp://",
+            "ipc://",
+            r"node\.bind: should be tcp://host:port, as tcp://0\.0\.0\.0:9444 \(got 'ipc",
+        ),
+        (
+            "node.toml",
+            "tcp://127.0.0.1:",
+            "tcp://*:9",
+            "node.bind: should be",
+        ),  # libzmq would take the port modulo 2^16
+        ("members.toml", "tcp://", "", r"members\.toml, address: '127\.0\.0\.1:\d+', of Ada, is not an address"),
+        ("members.toml", 'key = "', 'key = "a', r"members\.toml, key: 'a\S{40}', of Ada, is not a key"),
+    ],
+)
+def test_an_address_or_a_key_that_was_mistyped_is_named(
+    file: str, old: str, new: str, why: str, tmp_path: Path
+) -> None:
+    ada = tmp_path / "site" / "ada"
+    Network(tmp_path / "site", network_of("dfedavg"))
+    (ada / file).write_text((ada / file).read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=why):
+        read_bundle(ada)

@@ -92,6 +92,14 @@ def test_a_node_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path
     assert (tmp_path / "killed" / "model.safetensors").is_file()
 
 
+def test_bundles_that_cannot_be_written_are_one_error(tmp_path: Path) -> None:
+    words = ("init", experiment(tmp_path), "--nodes", "Ada, Bea", "--out", tmp_path / "site")
+    assert said(peers(*words, largest_file=30), 4) == (
+        f"error: writing below {tmp_path} failed: File too large; what was saved before is intact: make room, then try "
+        "again\n"
+    )
+
+
 def test_a_network_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a method of one's own, named on the command line alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -103,6 +111,13 @@ def test_a_network_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("completed", 2, ["Node 2"]),
         ("completed", 2, ["Node 1"]),
     ]
+    for k in (1, 2):  # a network is continued with more rounds
+        contract = tmp_path / "site" / f"node-{k}" / "experiment.toml"
+        contract.write_text(contract.read_text().replace("rounds = 2", "rounds = 3"))
+    for node in [peers("start", tmp_path / "site" / f"node-{k}", "data=experiment", "--trust") for k in (1, 2)]:
+        out = said(node)
+        assert "continuing after round 2" in out
+        assert "all 3 rounds are done" in out
 
 
 def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_go_on(

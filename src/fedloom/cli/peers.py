@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli.console import harmless, in_one_line
 from fedloom.cli.nodes import (
     CheckData,
     NewFolder,
@@ -124,14 +125,14 @@ def _print_status(found: dict[str, Any]) -> None:
         closed = found["closed"].get(name, 0)
         why = last.get("down", {}).get(name, "in doubt" if name in last.get("doubt", []) else "")
         often = f", closed in {plural(closed, 'round')}" if closed else ""
-        print(f"  {name}: {state}{often}" + (f": {why}" if why else ""))
+        print(in_one_line(f"  {name}: {state}{often}" + (f": {why}" if why else "")))  # why: in the neighbour's words
     if found["skipped"]:
         print(f"  skipped {plural(found['skipped'], 'round')}")
     for metric, words in _SHOWN.items():
         if metric in last:
             print(f"  {words} on its own held-out rows {last[metric]:.4f}")
     if found.get("why"):
-        print(f"  why: {found['why']}")
+        print(harmless(f"  why: {found['why']}"))
 
 
 @app.command()

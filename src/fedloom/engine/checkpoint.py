@@ -80,6 +80,7 @@ class _Lengths(_Entries):
     lines: str = Field("", alias="metrics.jsonl lines")
     links: dict[str, Any] = {}  # the memory of a peer's links, and the order of their corrections
     corrections: list[Any] = []
+    sent: list[Any] = []  # the turns of a peer's last round
 
 
 class _Record(_Entries):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tomli_w
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedloom.algorithm.capabilities import gossip_facts
 from fedloom.core import disk
@@ -22,9 +22,10 @@ from fedloom.deploy.contract import Contract, Form, only_simulated, read_contrac
 from fedloom.deploy.node import Policy
 from fedloom.deploy.own_files import own_files
 from fedloom.deploy.peers.edges import Patience
-from fedloom.deploy.peers.members import MEMBERS, Member, Members, read_members, write_members
+from fedloom.deploy.peers.members import MEMBERS, Member, Members, is_address, read_members, write_members
 from fedloom.deploy.services import unit_of_peer
 from fedloom.deploy.site import NODE_TOML, read_section, refuse_open_key, slugs_of, with_absolute_data, with_clients
+from fedloom.deploy.waits import writing
 from fedloom.runs.prepare import prepare
 from fedloom.runs.settings import Config
 
@@ -39,6 +40,13 @@ class Seat(Spec):
     name: str = Field(description="its name in the contract")
     bind: str = Field(description="the address on which it listens, as tcp://0.0.0.0:9444")
     data: str = Field("", description="its file of data; experiment: its part of the experiment's own data")
+
+    @field_validator("bind")
+    @classmethod
+    def _is_an_address(cls, given: str) -> str:
+        if not is_address(given):
+            raise ValueError(f"should be tcp://host:port, as tcp://0.0.0.0:{PORT} (got '{given}')")
+        return given
 
 
 class Bundle(NamedTuple):
@@ -129,16 +137,17 @@ def initialise_peers(
     pairs = [new_curve_keys() for _ in names]
     members = [Member(n, at, pair.public) for n, at, pair in zip(names, places, pairs, strict=True)]
     assert config.topology is not None
-    for slug, member, pair in zip(slugs, members, pairs, strict=True):
-        folder = out / slug
-        disk.make_folder(folder)
-        disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
-        write_members(folder / MEMBERS, contract.campaign, members, config.topology)
-        write_contract(folder, contract if shared_disk else contract._replace(config=without_folder(config)))
-        seat = Seat(name=member.name, bind=_bind(member.address))
-        table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
-        disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
-        disk.write_bytes(folder / "fedloom-peer.service", unit_of_peer(slug))
+    with writing(out.absolute().parent, "try again"):
+        for slug, member, pair in zip(slugs, members, pairs, strict=True):
+            folder = out / slug
+            disk.make_folder(folder)
+            disk.write_bytes(folder / KEY, pair.secret.encode() + b"\n")
+            write_members(folder / MEMBERS, contract.campaign, members, config.topology)
+            write_contract(folder, contract if shared_disk else contract._replace(config=without_folder(config)))
+            seat = Seat(name=member.name, bind=_bind(member.address))
+            table = {"node": dict(seat), "policy": dict(Policy()), "rules": dict(Patience())}
+            disk.write_bytes(folder / NODE_TOML, tomli_w.dumps(table).encode())
+            disk.write_bytes(folder / "fedloom-peer.service", unit_of_peer(slug))
     return slugs
 
 

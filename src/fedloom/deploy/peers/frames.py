@@ -1,7 +1,7 @@
 """What is sent over a link: a small header in JSON, and a body of at most a megabyte.
 
-A large message is cut into pieces, each with its checksum, so that a receiver never buffers more than it expects,
-and a heartbeat never waits behind a model.
+A large message is cut into pieces, each with its checksum, so that a receiver never keeps more than it expects, and a
+heartbeat never waits behind a model.
 """
 
 from __future__ import annotations

@@ -23,10 +23,14 @@ from fedloom.deploy.messages import MessageError
 from fedloom.deploy.peers.frames import PIECE, WireFrame, read_frame, written
 
 _MARK = 8  # messages that a socket queues for a neighbour
-_AGAIN = 5.0  # seconds until a neighbour that refused this node's key is dialled again
+_AGAIN = 5.0  # seconds until a neighbour is dialled again: libzmq gives up those that refuse a key, or say nonsense
 _FLUSH = 2000  # milliseconds for the last messages
 _ASKED = 5.0  # seconds in which a machine answers whether a process listens
 _MANY = 64  # messages that are read at once
+_NO_NODE = (
+    "ends the handshake: it has another key than the membership file says, is not a fedloom node, or is one behind a "
+    "proxy that is not running"
+)
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | _FAILED
 
@@ -63,12 +67,12 @@ class _Line:
 
     def __init__(self, context: zmq.Context[Any], address: str, key: str, own: CurveKeys) -> None:
         self._context, self.address, self._key, self._own = context, address, key, own
-        self.connected, self.redial = False, 0.0
+        self.connected, self.refused, self.redial = False, False, 0.0
         self.queue: deque[tuple[WireFrame, tuple[bytes, bytes]]] = deque()
         self.dial()
 
     def dial(self) -> None:
-        self.redial = 0.0
+        self.refused, self.redial = False, 0.0
         self.socket = _prepared(self._context.socket(zmq.DEALER), self._own, self.address)
         self.socket.immediate, self.socket.sndhwm = True, _MARK
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 2000
@@ -120,7 +124,8 @@ class CurveLinks:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = _prepared(self._context.socket(zmq.ROUTER), own, bind)
-        self._router.rcvhwm, self._router.curve_server, self._router.zap_domain = _MARK, True, b"fedloom"
+        # No limit: once one is reached, libzmq aborts this process if the sender is killed (its _io_error assertion).
+        self._router.rcvhwm, self._router.curve_server, self._router.zap_domain = 0, True, b"fedloom"
         self._watch = self._router.get_monitor_socket(_FAILED)
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lines: dict[int, _Line] = {}
@@ -197,20 +202,20 @@ class CurveLinks:
         for j, line in self._lines.items():
             while line.monitor.poll(0):
                 event = recv_monitor_message(line.monitor)["event"]
+                line.redial = line.redial or time.monotonic() + _AGAIN
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    line.connected = True
+                    line.connected, line.refused, line.redial = True, False, 0.0
                     yield Event("up", j)
-                elif event == zmq.EVENT_DISCONNECTED:
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    line.refused = True
+                    yield Event("refused", j, why="does not know this node's key")
+                elif event == zmq.EVENT_DISCONNECTED and (line.connected or line.refused):
                     line.connected = False
                     line.queue.clear()
                     yield Event("down", j)
-                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    line.redial = time.monotonic() + _AGAIN
-                    yield Event("refused", j, why="does not know this node's key")
                 else:
-                    yield Event(
-                        "refused", j, why="has another key than the membership file says, or is not a fedloom node"
-                    )
+                    line.refused = True
+                    yield Event("refused", j, why=_NO_NODE)
             if line.redial and time.monotonic() > line.redial:
                 line.close(0)
                 line.dial()

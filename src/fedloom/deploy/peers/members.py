@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from fedloom.engine.topology.network import START, Topology
 
 MEMBERS = "members.toml"
 PROTOCOL = "1"  # of messages between peers
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/]+):([0-9]{1,5})")
+_KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # 32 bytes in Z85
 
 
 class Member(NamedTuple):
@@ -35,6 +38,12 @@ class Members(NamedTuple):
 
     nodes: tuple[Member, ...]
     sha256: str  # of the file
+
+
+def is_address(text: str) -> bool:
+    """Whether a node can listen, or be reached, there."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 1 <= int(match[1]) <= 65535
 
 
 def write_members(path: Path, campaign: str, nodes: list[Member], topology: Topology) -> None:
@@ -78,6 +87,12 @@ def read_members(folder: Path, contract: Contract) -> Members:
         faults.append(Fault(str(path), "names other nodes than the contract", "take both from one bundle"))
     elif graph != json.loads(json.dumps(graph_of(contract.config.topology, len(nodes)))):
         faults.append(Fault(f"{path}, graph", "is not that of the experiment", "take both from one bundle"))
+    for node in nodes:
+        if not is_address(node.address):
+            what = f"'{node.address}', of {node.name}, is not an address"
+            faults.append(Fault(f"{path}, address", what, "as tcp://a.example.org:9444, and the same at all nodes"))
+        if not _KEY.fullmatch(node.key):
+            faults.append(Fault(f"{path}, key", f"'{node.key}', of {node.name}, is not a key", "take it from a bundle"))
     if len({node.key for node in nodes}) < len(nodes):
         faults.append(Fault(str(path), "two nodes have the same key"))
     if faults:

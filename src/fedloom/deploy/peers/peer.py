@@ -56,6 +56,7 @@ class Peer:
         self._form = sent_form(self.exp, place.me)
         self.limit = most_bytes(self._form)
         self._doubts: dict[tuple[int, int], Sent] = {}
+        self._sent: dict[int, Sent] = {}  # in the turns of the last round
 
     @property
     def steps(self) -> int:
@@ -68,8 +69,13 @@ class Peer:
 
     def packed(self, sent: Sent, turn: int) -> bytes:
         """What the node sends in a turn."""
+        self._sent = {t: x for t, x in self._sent.items() if t > turn - self.steps} | {turn: sent}
         facts = {"campaign": self._place.contract.campaign, "turn": turn, "node": self._place.me}
         return packed(Envelope("model", facts, named("sent", sent)))
+
+    def sent_again(self) -> dict[int, bytes]:
+        """What the node sent in its last round, for a neighbour that was killed before it had saved that round."""
+        return {turn: self.packed(sent, turn) for turn, sent in sorted(self._sent.items())}
 
     def read(self, j: int, turn: int, data: bytes) -> Sent:
         """What a neighbour sent; refused if it is invalid."""
@@ -109,9 +115,10 @@ class Peer:
     # -- on disk ----------------------------------------------------------------------------------
     def save(self, links: dict[str, Any]) -> None:
         """Write a checkpoint; ``links``: the memory of the node's links."""
-        order = sorted(self._doubts)
-        state = self.state._replace(under_way=tuple(self._doubts[key] for key in order))
-        lengths = {"links": links, "corrections": order}
+        order, turns = sorted(self._doubts), sorted(self._sent)
+        kept = (*(self._doubts[key] for key in order), *(self._sent[turn] for turn in turns))
+        state = self.state._replace(under_way=kept)
+        lengths = {"links": links, "corrections": order, "sent": turns}
         checkpoint.save(self._place.folder / CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
@@ -121,16 +128,20 @@ class Peer:
             return None
         newest = max(checkpoint.saved_rounds(folder))
         try:
-            order = [(int(t), int(j)) for t, j in checkpoint.readable(folder)[newest]["lengths"]["corrections"]]
+            lengths = checkpoint.readable(folder)[newest]["lengths"]
+            order = [(int(t), int(j)) for t, j in lengths["corrections"]]
+            turns = [int(turn) for turn in lengths.get("sent", [])]
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{folder / f'{newest:08d}'}: is damaged; delete it to continue from the older one"
             ) from error
         begun = begin_node(self.exp, self._place.me)
-        like = begun._replace(under_way=tuple(self._form for _ in order))
+        like = begun._replace(under_way=tuple(self._form for _ in (*order, *turns)))
         blank = self.exp.blank(self.exp.algorithm.send(begun.server))
         found = checkpoint.load_state(folder, like, self._store, blank=blank)
-        self._doubts = dict(zip(order, found.state.under_way, strict=True))
+        kept = found.state.under_way
+        self._doubts = dict(zip(order, kept[: len(order)], strict=True))
+        self._sent = dict(zip(turns, kept[len(order) :], strict=True))
         self.state = found.state._replace(under_way=())
         links: dict[str, Any] = found.lengths["links"]
         return links

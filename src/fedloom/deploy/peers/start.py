@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fedloom.core import disk
 from fedloom.core.errors import ConfigError, Fault, FedloomError
 from fedloom.data.column_check import suspicions
 from fedloom.deploy.audit import write_audit
+from fedloom.deploy.contract import read_outline
 from fedloom.deploy.ends import OwnRows, population_of
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.messages import MessageError
@@ -40,7 +41,9 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
-    if (recorded := read_state(folder)).get("state") == "completed":
+    recorded = read_state(folder)
+    asked = read_outline(folder, made_by="peers").rounds
+    if recorded.get("state") == "completed" and recorded.get("rounds", asked) >= asked:
         say(f"all rounds are done: {folder}")
         return recorded
     bundle = read_bundle(folder, trust=trust)
@@ -75,6 +78,21 @@ def refuse_by_policy(bundle: Bundle) -> None:
         raise ConfigError([Fault(str(bundle.folder / "node.toml"), why)])
 
 
+def missed(round_: int, rounds: int, theirs: Mapping[int, int], neighbours: Callable[[int], Iterable[int]]) -> int:
+    """How many rounds a node has missed: those that all its neighbours in them have done without it.
+
+    ``theirs``: in which round those that can be reached are. A node that has missed one round can repeat it. Where the
+    graph is redrawn, others may be far ahead although the neighbours of this round still wait for this node.
+    """
+    behind = 0
+    for later in range(round_, min(max(theirs.values(), default=0), rounds)):
+        met = [theirs[j] for j in neighbours(later) if j in theirs]
+        if any(at <= later + (not behind) for at in met):
+            break
+        behind = later + 1 - round_ if met else behind
+    return behind
+
+
 def lines_to_neighbours(bundle: Bundle) -> dict[int, tuple[str, str]]:
     """Address and key of every node that may be a neighbour in some round."""
     topology, me, nodes = bundle.contract.config.topology, bundle.me, bundle.members.nodes
@@ -103,7 +121,7 @@ class PeerProcess:
         self.station.say, self.station.changed = say, self._refresh
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
-        self._round = self._skipped = 0
+        self._round, self._skipped = 0, int(read_state(bundle.folder).get("skipped", 0))
         contract = bundle.contract
         self._about = {"campaign": contract.campaign, "algorithm": contract.config.kinds["algorithm"]}
         self._state = "joining"
@@ -172,6 +190,7 @@ class PeerProcess:
         links = peer.load()
         if links is not None:
             edges.remember(links)
+            edges.sent = peer.sent_again()
             self._say(f"continuing after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
@@ -213,11 +232,15 @@ class PeerProcess:
         self._log(peer, work, closed, time.monotonic() - began)
 
     def _caught_up(self, peer: Peer) -> bool:
-        """Whether rounds were skipped: those that are past for neighbours, except for one, which can be repeated."""
+        """Whether rounds were skipped, which neighbours have done without this node."""
         steps, edges = peer.steps, self.station.edges
-        theirs = [edges.at[j] // steps for j in self.station.present() if j in edges.at]
-        behind = min(max(theirs, default=0), self._rounds) - peer.state.round
-        if behind <= 1:
+        theirs = {j: edges.at[j] // steps for j in self.station.present() if j in edges.at}
+
+        def neighbours(round_: int) -> set[int]:
+            return {j for step in range(steps) for j in links_of(peer.exp, self._bundle.me, round_, step)}
+
+        behind = missed(peer.state.round, self._rounds, theirs, neighbours)
+        if not behind:
             return False
         self._say(f"rounds {peer.state.round + 1} to {peer.state.round + behind} are past and are skipped")
         self._skipped += behind
@@ -257,6 +280,13 @@ class PeerProcess:
         self._state = state
         edges, names = self.station.edges, self._bundle.contract.nodes
         links = {names[j]: self.station.link_state(j) for j in self.station.identity.neighbours}
-        found = {"state": state, "neighbours": links, "doubts": len(edges.doubts), "skipped": self._skipped, **more}
+        found = {
+            "state": state,
+            "rounds": self._rounds,
+            "neighbours": links,
+            "doubts": len(edges.doubts),
+            "skipped": self._skipped,
+            **more,
+        }
         disk.write_bytes(self._bundle.folder / STATE, json.dumps(found).encode() + b"\n")
         return found

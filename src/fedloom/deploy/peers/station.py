@@ -280,7 +280,7 @@ class Station:
     def _row_counts(self, given: Any) -> dict[int, tuple[int, int]]:
         try:
             found = {int(k): (int(train), int(test)) for k, (train, test) in dict(given).items()}
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise MessageError("'rows' should have two whole numbers for each node") from error
         if any(
             not 0 <= k < len(self.identity.names) or min(pair) < 0 or max(pair) >= 1 << 40 for k, pair in found.items()
