@@ -98,10 +98,8 @@ def choose(task: Task, device: torch.device, cohort: int) -> tuple[Executor, str
         return "loop", "one client at a time"
     if device.type != "cpu":
         return "lanes", f"{device.type} trains many clients at once"
-    if task.has_convolutions:
-        return "loop", "convolutions on a CPU"
-    if task.has_lstm:  # which has an operation of its own for one net, and none for many
-        return "loop", "an LSTM on a CPU"
+    if task.has_convolutions or task.has_lstm:  # an LSTM has an operation of its own for one net, and none for many
+        return "loop", f"{'convolutions' if task.has_convolutions else 'an LSTM'} on a CPU"
     return "lanes", "a net without convolutions"
 
 
