@@ -445,7 +445,7 @@ def test_the_last_of_two_settings_counts_but_not_in_a_search() -> None:
     """As in a script that adds a setting to others; a range and a number for one setting contradict each other."""
     words = ["rounds=2", "local.lr=1", "rounds=3"]
     assert file_and_overrides(words) == (None, words)
-    with pytest.raises(ConfigError, match=r"  rounds: is given twice \(name it once\)$"):
+    with pytest.raises(ConfigError, match=r"^rounds: is given twice \(name it once\)$"):
         refuse_twice(words)
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -708,6 +708,41 @@ def test_a_setting_that_is_written_as_an_option_is_corrected(quick: Quick, tmp_p
     done = quick("run", "--rounds", "5", cwd=tmp_path)
     assert done.code == 2
     assert "settings are written KEY=VALUE, as in rounds=5" in done.err
+    assert "Did you mean" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("list",), "name one of algorithms, optimizers, datasets, partitions, models, topologies"),
+        (("describe", "local.lr"), "error: local.lr: is a setting (see fedloom describe local)"),
+        (("describe", "lr"), "error: lr: is a setting (see fedloom describe local)"),
+        (
+            ("describe", "nothing_at_all"),
+            "error: nothing_at_all: nothing of this name (fedloom list shows what there is)",
+        ),
+        (("run", "model=resnet"), "did you mean 'resnet18' or 'resnet20' or 'resnet50'?"),
+        (("run", "seeds=2"), "for several seeds: fedloom compare METHOD --seeds N"),
+        (("deploy", "init", "--nodes", "3"), "names at least two nodes (got '3') (names with commas between them"),
+        (("deploy", "node", "nowhere", "data=x.csv"), "error: nowhere: there is no such folder"),
+    ],
+)
+def test_a_first_guess_leads_to_what_was_meant(words: Sequence[str], says: str, quick: Quick, tmp_path: Path) -> None:
+    done = quick(*words, cwd=tmp_path)
+    assert done.code == 2
+    assert says in done.err
+    assert "1 fault" not in done.err
+
+
+def test_a_near_command_is_named_once(quick: Quick, tmp_path: Path) -> None:
+    assert quick("plot", cwd=tmp_path).err.count("report") == 1
+
+
+def test_settings_that_were_never_set_are_left_out_without_a_note(quick: Quick, tmp_path: Path) -> None:
+    (tmp_path / "exp.toml").write_text('[algorithm]\nkind = "fedavg"\nserver_lr = 1.0\nweighting = "uniform"\n')
+    done = quick("run", "exp.toml", "algorithm.kind=fedopt", "rounds=1", PLAIN, cwd=tmp_path)
+    assert "algorithm.weighting is not a setting of fedopt and was left out" in done.out
+    assert "server_lr" not in done.out
 
 
 @pytest.mark.parametrize("setting", ["rounds=true", 'rounds="5"', "rounds=5.0", "local.nesterov=yes", "local.lr=true"])

@@ -101,7 +101,7 @@ def test_status_says_when_a_node_was_last_heard(site: Path) -> None:
 
 
 def test_a_folder_that_is_none_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"not a folder of a deployment \(make one with: fedloom deploy init\)"):
+    with pytest.raises(DataError, match=r"there is no such folder \(make one with: fedloom deploy init\)"):
         renew_server(tmp_path)
     with pytest.raises(DataError, match=r"not a folder of a network \(make one with: fedloom peers init\)"):
         read_bundle(tmp_path)

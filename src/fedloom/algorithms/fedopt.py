@@ -12,8 +12,7 @@ Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2; momentum 
       yogi:    v <- v - (1 - beta2) d^2 sign(v - d^2)
 
 As in the paper's experiments, adagrad is without momentum (beta1 = 0) unless it is set.
-The optimizers of ``core/optim`` follow torch and cannot be used: the paper's rules start v at tau^2, without bias
-correction.
+Unlike the local optimizers, which follow torch, the paper's rules start v at tau^2, without bias correction.
 """
 
 from __future__ import annotations

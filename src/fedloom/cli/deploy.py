@@ -67,6 +67,8 @@ def init(
     for slug in slugs:
         print(f"{out}/{slug}: hand it to this node, over a trusted channel; it contains the node's key")
     print(f"{out}/authority: signs certificates; keep it offline")
+    if bind == "127.0.0.1":
+        print("note: only nodes on this machine can reach the server; for others, give its name: --host NAME")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Help as plain text: three repairs of typer 0.20, each to be deleted once typer does without it."""
+"""Help as plain text: four repairs of typer 0.20, each to be deleted once typer does without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def _nothing(self: click.Command, ctx: click.Context, formatter: click.HelpForma
 
 
 def repair() -> None:
-    """Show the help of arguments, once, and ``[required]`` instead of the escaped ``\\[required]``."""
+    """Show the help of arguments, once, and ``[required]`` instead of the escaped ``\\[required]``.
+
+    Commands near an unknown one are named once, by click, which typer would repeat.
+    """
     typer.core.HAS_RICH = False  # typer escapes for rich's markup, although help has none
     typer.main.TyperArgument = _Argument  # type: ignore[attr-defined]
     typer.core.TyperCommand.format_arguments = _nothing  # type: ignore[method-assign]
+    if hasattr(click.exceptions, "NoSuchCommand"):  # since click 8.4
+        typer.core.TyperGroup.resolve_command = click.Group.resolve_command  # type: ignore[method-assign]

@@ -16,12 +16,15 @@ _FAMILIES = ("algorithms", "optimizers", "datasets", "partitions", "models", "to
 
 
 def list_(
-    family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(_FAMILIES)}.")],
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(_FAMILIES)}.")] = "",
     json_: Json = False,
 ) -> None:
     """List algorithms, data sets, models and more by name."""
     from fedloom.runs import catalogue
 
+    if not family:
+        fix = f"name one of {', '.join(_FAMILIES)}"
+        raise ConfigError([Fault("fedloom list", "what is to be listed?", fix)])
     if family not in _FAMILIES:
         raise ConfigError([Fault(family, "there is no such list", nearest(family, _FAMILIES))])
     found = catalogue.entries(family)

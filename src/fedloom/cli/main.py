@@ -89,9 +89,12 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
-        if isinstance(error, click.NoSuchOption):
-            _advise_setting(error.option_name)
+        advice = _setting_meant(error.option_name) if isinstance(error, click.NoSuchOption) else ""
+        if isinstance(error, click.NoSuchOption) and advice:  # in place of the options that click finds near it
+            click.NoSuchOption(error.option_name, ctx=error.ctx).show()
+            print(advice, file=sys.stderr)
+        else:
+            error.show()
         sys.exit(error.exit_code)
     except FedloomError as error:
         if not follows():  # rank 0 reports for all
@@ -115,16 +118,17 @@ def _print_what_is_possible() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _advise_setting(option: str) -> None:
-    """Print how to write a setting that was given as an option, such as ``--rounds 5``."""
+def _setting_meant(option: str) -> str:
+    """How to write a setting that was given as an option, such as ``--rounds 5``; empty where it is none."""
     from fedloom.runs.settings import full_name
 
     meant = full_name(option.lstrip("-").replace("-", "_"))
-    if meant:
-        words = [*sys.argv, "VALUE"]
-        at = next(i for i, word in enumerate(words) if word.startswith(option))
-        value = words[at].partition("=")[2] or words[at + 1]
-        print(f"settings are written KEY=VALUE, as in {meant}={value}", file=sys.stderr)
+    if not meant:
+        return ""
+    words = [*sys.argv, "VALUE"]
+    at = next(i for i, word in enumerate(words) if word.startswith(option))
+    value = words[at].partition("=")[2] or words[at + 1]
+    return f"settings are written KEY=VALUE, as in {meant}={value}"
 
 
 def _unexpected(error: Exception) -> int:

@@ -39,10 +39,12 @@ def run(
     ``algorithm`` is a name, a table such as ``{"kind": "fedprox", "mu": 0.1}``, or an Algorithm.
     ``data`` is the name of a source, a path, a table of settings, or the data itself: ``(x, y)`` or ``(x, y, client)``
     arrays, a torch Dataset, ``(train, test)`` Datasets, a list or dict with a Dataset or ``(x, y)`` for each client, a
-    pandas DataFrame, ``{"frame": df, "label": "ill", "client": "hospital"}``, or ``Arrays``.
+    pandas DataFrame whose column ``label`` is to be predicted, ``{"frame": df, "label": "ill", "client": "hospital"}``,
+    or ``Arrays``.
     ``model`` is a name, a table, a class of ``nn.Module`` or a net. Other keywords are the sections and keys of an
     experiment file: ``rounds=20``, ``partition={"kind": "iid"}``, ``local={"lr": 0.05}``. Nothing is written unless
-    ``out`` names a folder.
+    ``out`` names a folder. A loss or a metric of your own is named: ``task={"loss": "own.py:focal"}``,
+    ``evaluate={"metrics": ["own.py:top3"]}``; ``"__main__:focal"`` is one of the program or notebook itself.
 
     ``progress``: whether to show a bar; by default in notebooks and on terminals. Where nothing is shown, important
     messages are Python warnings. ``on_round(progress)`` is called after each round,

@@ -29,8 +29,11 @@ class ConfigError(FedloomError):
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = list(faults)
-        count = f"{len(self.faults)} faults" if len(self.faults) > 1 else "1 fault"
-        super().__init__(f"the configuration has {count}\n" + "\n".join(f"  {fault}" for fault in self.faults))
+        if len(self.faults) == 1:
+            super().__init__(str(self.faults[0]))
+        else:
+            count = f"the configuration has {len(self.faults)} faults\n"
+            super().__init__(count + "\n".join(f"  {fault}" for fault in self.faults))
 
 
 class OwnCodeError(ConfigError):
@@ -106,7 +109,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     meant = SYNONYMS.get(word, word)
     same = [name for name in names if name.lower() == word.lower()]
-    close = [meant] if meant in names else same or difflib.get_close_matches(word, names, 1, cutoff=0.65)
+    begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
+    close = [meant] if meant in names else same or begun or difflib.get_close_matches(word, names, 1, cutoff=0.65)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean {' or '.join(repr(name) for name in close[:4])}?"
     return f"known: {', '.join(names)}" if names else "none is known"

@@ -388,10 +388,10 @@ def read(cls: type[M], table: Mapping[str, Any], at: str) -> tuple[M | None, lis
         useless = without_effect(cls, with_presets(cls, written), written, doubtful=doubtful)
         for name, why in (useless | ({} if wrong else overridden_presets(cls, written))).items():
             where = f"{at}.{name}" if at else name
-            faults.append(Fault(where, f"{why} (got {_short(written[name])})", "leave it out"))
+            faults.append(Fault(where, f"{why} (got {as_given(written[name])})", "leave it out"))
         for name in (name for name, value in written.items() if name not in doubtful and _huge(value)):
             what = f"is out of range: at most {_LARGEST:.2g}, or 64 bits for an integer"
-            got = _short(written[name])
+            got = as_given(written[name])
             faults.append(Fault(f"{at}.{name}" if at else name, f"{what} (got {got})", "use a smaller number"))
     return None if faults else made, faults
 
@@ -438,10 +438,12 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
     path = [str(part) for part in item["loc"]]
     where = ".".join([at, *path]) if at else ".".join(path)
     if item["type"] == "extra_forbidden":
-        return Fault(where, f"unknown key (got {_short(item['input'])})", nearest(path[-1], _keys_beside(cls, path)))
+        return Fault(where, f"unknown key (got {as_given(item['input'])})", nearest(path[-1], _keys_beside(cls, path)))
     if item["type"] == "string_type" and inspect.isfunction(item["input"]):
         name, place = item["input"].__name__, "__main__" if item["input"].__module__ == "__main__" else "file.py"
         return Fault(where, f"should be a name (got the function {name})", f"write '{place}:{name}'")
+    if item["type"] == "string_type" and callable(item["input"]):
+        return Fault(where, f"should be a name (got {as_given(item['input'])})", "your own is written 'file.py:NAME'")
     if item["type"] == "missing":
         return Fault(where, "required")
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -449,7 +451,7 @@ def _fault(cls: type[BaseModel], item: Any, at: str) -> Fault:
         message = f"should be a {type_words(cls.model_fields[path[0]])}"
     if item["type"] == "too_short" and not item["input"]:
         return Fault(where, "is empty, and needs one at least")
-    return Fault(where, f"{message} (got {_short(item['input'])})")
+    return Fault(where, f"{message} (got {as_given(item['input'])})")
 
 
 def _keys_beside(cls: type[BaseModel], path: Sequence[str]) -> list[str]:
@@ -479,7 +481,7 @@ def reported_again(fault: ErrorDetails) -> InitErrorDetails:
     return InitErrorDetails(type=fault["type"], loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))
 
 
-def _short(value: Any) -> str:
+def as_given(value: Any) -> str:
     """A value as it was written, or the beginning of one that would fill the screen."""
     try:
         text = repr(value)

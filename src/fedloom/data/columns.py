@@ -360,8 +360,10 @@ def refuse_lacking(recipe: Recipe, header: Sequence[str], at: str, by: SaidBy = 
     if lost:
         needed = {recipe.label, recipe.client, recipe.split, *(f.name for f in recipe.features)}
         spare = [name for name in header if name not in needed]  # one of these may be a lost one under another name
-        details = ", ".join(f"'{name}'" + (f" ({nearest(name, spare)})" if spare else "") for name in lost[:10])
+        near = {name: hint for name in lost if (hint := nearest(name, spare)).startswith("did")}
+        details = ", ".join(f"'{name}'" + (f" ({near[name]})" if name in near else "") for name in lost[:10])
         more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
+        more += f" (others in it: {', '.join(spare[:10])})" if spare and len(near) < len(lost) else ""
         raise DataError(f"{at}: lacks columns {by.needs}: {details}{more}")
 
 

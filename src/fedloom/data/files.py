@@ -688,8 +688,8 @@ def _pixels(path: Path, size: int | None, channels: int) -> Bytes:
 def existing(path: Path) -> Path:
     """The path, if it is a file."""
     if not is_file(path):
-        what = "is a folder, not a file" if is_folder(path) else f"no such file (looked for {path.absolute()})"
-        raise DataError(f"{path}: {what}")
+        looked = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+        raise DataError(f"{path}: {'is a folder, not a file' if is_folder(path) else f'no such file{looked}'}")
     return path
 
 

@@ -152,7 +152,7 @@ class Undivided(Source):
 
 
 class Digits(Undivided):
-    """1797 handwritten digits of 8x8 grey pixels, which come with scikit-learn: always available."""
+    """1,797 handwritten digits of 8x8 grey pixels, which come with scikit-learn: always available."""
 
     kind: ClassVar[str] = "digits"
 
@@ -243,7 +243,7 @@ class PublishedSet(Source):
 
 
 class Mnist(PublishedSet):
-    """70 000 handwritten digits of 28x28 grey pixels."""
+    """70,000 handwritten digits of 28x28 grey pixels."""
 
     kind: ClassVar[str] = "mnist"
     layout: ClassVar[Layout] = LAYOUTS["mnist"]
@@ -251,7 +251,7 @@ class Mnist(PublishedSet):
 
 
 class FashionMnist(PublishedSet):
-    """70 000 pictures of clothes, of 28x28 grey pixels."""
+    """70,000 pictures of clothes, of 28x28 grey pixels."""
 
     kind: ClassVar[str] = "fashion_mnist"
     layout: ClassVar[Layout] = LAYOUTS["fashion_mnist"]

@@ -198,6 +198,8 @@ def _damaged(folder: Path, made_by: str) -> Iterator[None]:
     except FileNotFoundError as error:
         where = "a deployment" if made_by == "deploy" else "a network"
         what = f"{error.filename}: is missing, so this is not a folder of {where}"
+        if not folder.exists():
+            what = f"{folder}: there is no such folder"
         raise DataError(f"{what} (make one with: fedloom {made_by} init)") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its contract is damaged ({type(error).__name__}: {error})") from error

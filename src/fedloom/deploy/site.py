@@ -167,7 +167,8 @@ def slugs_of(names: list[str]) -> list[str]:
     slugs = [folder_name(name) for name in names]
     faults = []
     if len(names) < 2:
-        faults.append(Fault("--nodes", f"a federation has at least two nodes (got {len(names)})"))
+        fix = "names with commas between them, as in --nodes 'Hospital A, Hospital B'"
+        faults.append(Fault("--nodes", f"names at least two nodes (got {', '.join(names)!r})", fix))
     by_slug: dict[str, list[str]] = {}
     for name, slug in zip(names, slugs, strict=True):
         by_slug.setdefault(slug, []).append(name)

@@ -26,7 +26,7 @@ from fedloom.data.sources import Source
 from fedloom.engine.topology.network import Topology
 from fedloom.models.net import Net, NetSpec
 from fedloom.runs.find import algorithms, find_algorithm, user_algorithms
-from fedloom.runs.settings import SECTIONS
+from fedloom.runs.settings import SECTIONS, full_name
 
 
 class Entry(NamedTuple):
@@ -108,8 +108,17 @@ def describe(name: str) -> Page:
         known = [e.name for family in ("algorithms", "optimizers", *_FAMILIES) for e in entries(family)]
         if name in known or ":" in name or name.endswith(".py"):  # it exists, but cannot be used
             raise
-        raise ConfigError([Fault(name, "nothing of this name", nearest(name, known))]) from error
+        raise ConfigError([_unknown(name, known)]) from error
     return Page(name, "algorithm", _module_doc(algorithm), settings_of(algorithm), costs(algorithm))
+
+
+def _unknown(name: str, known: list[str]) -> Fault:
+    """What is wrong with a name that nothing has; a setting is on the page of its section."""
+    section, dot, _ = (full_name(name) or name).partition(".")
+    if dot and section in SECTIONS:
+        return Fault(name, "is a setting", f"see fedloom describe {section}")
+    near = nearest(name, known)
+    return Fault(name, "nothing of this name", near if near.startswith("did") else "fedloom list shows what there is")
 
 
 def settings_of(cls: type[BaseModel]) -> list[Setting]:

@@ -171,7 +171,18 @@ def _switch(section: str, old: Any, name: Any) -> tuple[dict[str, Any], list[str
         return old | {key: name}, []  # parse will report it with all other faults
     known = {field.alias or n for n, field in cls.model_fields.items()}
     keep = {k: v for k, v in old.items() if k in known}
-    return {key: name, **keep}, sorted(k for k in old if k not in known and k != key)
+    usual = _usual(section, old.get(key, DEFAULTS[section]))
+    lost = sorted(k for k in old if k not in known and k != key)
+    return {key: name, **keep}, [k for k in lost if k not in usual or usual[k] != old[k]]
+
+
+def _usual(section: str, kind: Any) -> dict[str, Any]:
+    """The settings of a kind that are at their defaults unless they are set."""
+    try:
+        fields = CHOOSE[section](str(kind), f"{section}.{KEYS[section]}").model_fields
+    except ConfigError:
+        return {}
+    return {field.alias or name: field.get_default() for name, field in fields.items() if not field.is_required()}
 
 
 def value_of(text: str) -> Any:

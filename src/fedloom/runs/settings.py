@@ -24,7 +24,7 @@ from fedloom.algorithm.capabilities import TrainsWhileWaiting, defaults_of, need
 from fedloom.core.errors import SYNONYMS, ConfigError, DataError, Fault, nearest
 from fedloom.core.objective import Objective
 from fedloom.core.optim import Local
-from fedloom.core.schema import Spec, names_without_effect, other_than, read, when, without_effect
+from fedloom.core.schema import Spec, as_given, names_without_effect, other_than, read, when, without_effect
 from fedloom.core.task import Precision
 from fedloom.data.partition import Partition
 from fedloom.data.proxy import Proxy
@@ -212,6 +212,8 @@ def _basics(table: Mapping[str, Any]) -> tuple[Basics | None, list[Fault]]:
 
 def _instead(key: str, known: Iterable[str]) -> str:
     """A hint at the setting that was meant by an unknown key outside any section."""
+    if key == "seeds":
+        return "for several seeds: fedloom compare METHOD --seeds N, or fedloom.compare(METHOD, seeds=N)"
     meant = full_name(key)
     return f"did you mean {meant}?" if meant else nearest(key, known)
 
@@ -350,7 +352,10 @@ def _no_choice(section: str, table: Any) -> list[Fault]:
     """What is wrong with a table that should choose something and set it."""
     key = KEYS[section]
     if not isinstance(table, Mapping):
-        return [Fault(section, f"should be a name or a table of settings (got {table!r})")]
+        fix = "pass arrays as (x, y) or (x, y, client), and the dataset of a loader" if section == "data" else ""
+        return [
+            Fault(section, f"should be a name or a table of settings (got {' '.join(as_given(table).split())})", fix)
+        ]
     if key not in table and "kind" in table:  # as all other sections call it
         what = f"is called {section}.{key} here (got {table['kind']!r})"
         return [Fault(f"{section}.kind", what, f"write {section}.{key} = {json.dumps(str(table['kind']))}")]
