@@ -331,14 +331,15 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
 # Numbers that are written for people.
 _POINTED = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")
 _UNIT = "numbers with a unit"
+_DAY, _YEAR = r"(0?[1-9]|[12]\d|3[01])", r"(19|20)\d\d"  # a day or a month; 97-51-3791 is a code
 _WRITTEN = {
     "numbers with thousands separators": re.compile(r"[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?"),
     "numbers with decimal commas, which are read only where semicolons separate cells": re.compile(r"[-+]?\d+,\d+"),
     _UNIT: re.compile(r"[-+]?\d+([.,]\d+)? ?[a-zA-Zµ%°/]{1,8}"),
-    "dates with years of two digits": re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2}"),
+    "dates with years of two digits": re.compile(rf"{_DAY}[./-]{_DAY}[./-]\d\d"),
     "dates in a form other than 2024-03-31": re.compile(
-        r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})([ T]+\d{1,2}:\d{2}.*)?"
-        r"|\d{1,2}[. -]{1,2}[^\W\d_]{3,9}[., -]{1,2}\d{2,4}|[^\W\d_]{3,9} \d{1,2}, ?\d{4}"
+        rf"({_DAY}[./-]{_DAY}[./-]{_YEAR}|{_YEAR}[./-]{_DAY}[./-]{_DAY})([ T]+\d{{1,2}}:\d\d.*)?"
+        rf"|{_DAY}[. -]{{1,2}}[^\W\d_]{{3,9}}[., -]{{1,2}}({_YEAR}|\d\d)|[^\W\d_]{{3,9}} {_DAY}, ?{_YEAR}"
     ),
 }
 _MANY_WORDS = 20  # categories such as 10 mg and 20 mg are fewer
