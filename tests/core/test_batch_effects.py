@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 
 import fedloom
+from fedloom.core import usercode
 from fedloom.core.batch_effects import loss_mixes_rows, net_mixes_rows
 from fedloom.core.errors import ConfigError
+from fedloom.core.objective import Objective, criterion_of
 from fedloom.core.task import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -278,6 +281,24 @@ def test_a_loss_that_cannot_be_repeated_is_refused(tmp_path: Path, monkeypatch: 
     Path("unrepeatable.py").write_text(UNREPEATABLE)
     with pytest.raises(ConfigError, match=f"task.loss: 'unrepeatable.py:{name}' returns another loss for the same"):
         accuracy(task={"loss": f"unrepeatable.py:{name}"})
+
+
+OF_SHARES = """
+from torch.nn.functional import binary_cross_entropy, one_hot
+
+
+def of_shares(outputs, y):
+    return binary_cross_entropy(outputs, one_hot(y, 3).float(), reduction="none").sum(1)
+"""
+
+
+def test_a_loss_may_take_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shares.py").write_text(OF_SHARES)
+    task = Objective(loss="shares.py:of_shares")
+    usercode.vouch(task.model_dump(), lasting=False)
+    found = criterion_of(task, np.arange(3), 3)
+    assert found.each(torch.full((1, 3), 0.5), torch.tensor([1])).tolist() == pytest.approx([3 * math.log(2)])
 
 
 @pytest.mark.slow

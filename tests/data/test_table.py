@@ -182,7 +182,10 @@ def test_many_numbers_with_a_unit_and_dates_without_a_century_are_refused(tmp_pa
     assert column(tmp_path, short).endswith("has dates with years of two digits (got '01.03.20')")
     slashed = [f"{k % 12 + 1}/{k % 28 + 1}/{20 + k % 5}" for k in range(40)]
     assert column(tmp_path, slashed).endswith("has dates with years of two digits (got '1/1/20')")
-    for words in ([f"{k % 4}0 mg" for k in range(40)], [f"{k % 30}{'ABC'[k % 3]}" for k in range(60)]):
+    doses, rooms = [f"{k % 4}0 mg" for k in range(40)], [f"{k % 30}{'ABC'[k % 3]}" for k in range(60)]
+    lots, sorts = [f"{k}-{60 - k}-{k % 30}791" for k in range(60)] * 2, [f"40-{k % 30}-99" for k in range(60)]
+    houses = [f"{k % 40} Elm 54" for k in range(80)]
+    for words in (doses, rooms, lots, sorts, houses):
         assert column(tmp_path, words) == ""  # doses and codes are categories
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,19 @@ def test_below_the_threshold_nothing_is_learned(stage: str, why: str, tmp_path: 
     transport.tamper = lost_in(stage, 1, 2)
     with pytest.raises(LostNodesError, match=why):
         conduct(home, transport, 1, print)
+
+
+def test_two_sums_of_a_round_have_noise_of_their_own(tmp_path: Path) -> None:
+    """With the same noise, a sum with a node and one without it would show its upload with its share of noise alone."""
+    privacy = {"clip": 1.0, "noise": 10.0, "mechanism": "distributed"}
+    method = {"kind": "fedavg", "weighting": "uniform"}
+    config = config_of("fedavg", rounds=1, algorithm=method, privacy=privacy, **QUIET)
+    home, found = a_site(tmp_path / "site", config, secure_sum=True), []
+    for _ in range(2):  # the server has lost the round
+        conduct(home, here(home), 1, print)
+        found.append(torch.cat([part.flatten() for part in weights(home / "runs" / "1")]))
+        shutil.rmtree(home / "runs" / "1")
+    assert float((found[0] - found[1]).std()) == pytest.approx(10.0 * 2**0.5 / 3, rel=0.15)
 
 
 def test_nodes_demand_it_and_methods_that_need_each_upload_are_refused(tmp_path: Path) -> None:

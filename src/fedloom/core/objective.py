@@ -106,7 +106,7 @@ def _own_loss(task: Objective, outputs: int) -> RowLoss:
     """The user's function with its settings, after a check that it returns a loss for each row."""
     own: RowLoss = task.own_function()
     y = torch.zeros(2) if task.is_regression else torch.zeros(2, dtype=torch.int64)
-    given = torch.linspace(-1, 1, 2 * outputs).view(2, outputs)
+    given = torch.linspace(0.1, 0.9, 2 * outputs).view(2, outputs)  # a loss may take probabilities
     found: Any
     try:
         found, again = (own(given.clone(), y.clone()) for _ in range(2))

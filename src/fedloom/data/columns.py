@@ -126,21 +126,20 @@ def _is_identifier(column: Column) -> bool:
 
 def constants(table: RawTable, train: NDArray[np.bool_]) -> list[str]:
     """The columns that have a single value, or none, in the training rows."""
-    return [
-        name
-        for name, column in table.columns.items()
-        if len(set(column.values[train & ~column.missing].tolist())) < 2 <= train.sum()
-    ]
+    present = {name: column.values[train & ~column.missing] for name, column in table.columns.items()}
+    return [name for name, values in present.items() if train.sum() > 1 and (values == values[:1]).all()]
 
 
 def stand_in(column: Column) -> float | None:
     """A number such as -999 that lies far from all others, as those that are written for a missing value; else None."""
-    values = np.unique(column.values[~column.missing]) if column.kind == "number" else np.zeros(0)
-    for value, others in ((values[:1], values[1:]), (values[-1:], values[:-1])):
-        if len(others) < 2 or not re.fullmatch(r"(-9|-?99)9*", f"{value[0]:.15g}"):
+    if column.kind != "number" or column.missing.all():
+        return None
+    for value in (float(np.nanmin(column.values)), float(np.nanmax(column.values))):
+        if not re.fullmatch(r"(-9|-?99)9*", f"{value:.15g}"):
             continue
-        if np.abs(others - value).min() > np.ptp(others):
-            return float(value[0])
+        others = column.values[~column.missing & (column.values != value)]
+        if len(others) and np.abs(others - value).min() > np.ptp(others) > 0:
+            return value
     return None
 
 

@@ -515,8 +515,8 @@ def number_of(word: str) -> int | float | None:
 
 def known_as(word: str, known: Sequence[str]) -> str:
     """The known name that a word means: the same, or the only one that is the same number, as 1 for 01 and 1.0."""
-    number = number_of(word)
-    same = [name for name in known if name == word] or [name for name in known if number_of(name) == number is not None]
+    number = None if word in known else number_of(word)
+    same = [] if number is None else [name for name in known if number_of(name) == number]
     return same[0] if len(same) == 1 else word
 
 
@@ -599,7 +599,7 @@ def _refuse_other_splits(folder: Path, names: set[str]) -> None:
     other = sorted(names - {"train", "test"})
     if other and len(names) > 1 and {name.lower() for name in names} <= _SPLITS:
         what = f"has the folders {', '.join(sorted(names))}, but only train and test divide a folder of images"
-        fix = "rename Train and the like; move the others into train, of which evaluate.validation=0.1 can be kept"
+        fix = "rename Train and the like; move the others into train: evaluate.validation=0.1 keeps rows of it apart"
         raise DataError(f"{folder}: {what} ({fix})")
 
 

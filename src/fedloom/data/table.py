@@ -231,7 +231,7 @@ class _Reader:
                     self._turned.add(name)
                 else:
                     parts.append(numbers)
-                    self._codes[name] = self._codes.get(name) or _code_among(cells)
+                    self._codes[name] = self._codes.get(name) or _code_among(cells, numbers)
                     if self._dialect.comma:
                         self._look_at_points(name, cells)
         for name, column in self._named.items():
@@ -282,8 +282,10 @@ def _float(cell: str, comma: bool) -> float:
     return float(_with_point(cell) if comma else cell)
 
 
-def _code_among(cells: Sequence[Any]) -> str:
-    """The first number that begins with zeros, such as 007: as a number it loses them; empty if there is none."""
+def _code_among(cells: Sequence[Any], numbers: NDArray[np.float64]) -> str:
+    """The first of whole numbers that begins with zeros, such as 007: as a number it loses them; '' if none does."""
+    if (np.floor(numbers) < numbers).any():
+        return ""
     return next((cell for cell in cells if cell and cell[0] == "0" and cell.isdigit() and cell.strip("0")[:1]), "")
 
 
@@ -310,7 +312,9 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
             bad = np.isinf(numbers.astype(np.float32))
         row = int(np.argmax(bad))
         fault = f"{where(row)}: is not a finite number (got {numbers[row]:g})" if bad.any() else ""
-        return Column("number", numbers, fault, code=_code_among(values.tolist()) if values.dtype == object else "")
+        return Column(
+            "number", numbers, fault, code=_code_among(values.tolist(), numbers) if values.dtype == object else ""
+        )
     present = [(row, word) for row, word in enumerate(values.tolist()) if word]
     days = _days(values, day_first)
     if days is not None:
@@ -331,14 +335,15 @@ def typed(values: NDArray[Any], where: Place, forced: bool, day_first: bool | No
 # Numbers that are written for people.
 _POINTED = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")
 _UNIT = "numbers with a unit"
+_DAY, _YEAR = r"(0?[1-9]|[12]\d|3[01])", r"(19|20)\d\d"  # a day or a month; 97-51-3791 is a code
 _WRITTEN = {
     "numbers with thousands separators": re.compile(r"[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?"),
     "numbers with decimal commas, which are read only where semicolons separate cells": re.compile(r"[-+]?\d+,\d+"),
     _UNIT: re.compile(r"[-+]?\d+([.,]\d+)? ?[a-zA-Zµ%°/]{1,8}"),
-    "dates with years of two digits": re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2}"),
+    "dates with years of two digits": re.compile(rf"{_DAY}[./-]{_DAY}[./-]\d\d"),
     "dates in a form other than 2024-03-31": re.compile(
-        r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})([ T]+\d{1,2}:\d{2}.*)?"
-        r"|\d{1,2}[. -]{1,2}[^\W\d_]{3,9}[., -]{1,2}\d{2,4}|[^\W\d_]{3,9} \d{1,2}, ?\d{4}"
+        rf"({_DAY}[./-]{_DAY}[./-]{_YEAR}|{_YEAR}[./-]{_DAY}[./-]{_DAY})([ T]+\d{{1,2}}:\d\d.*)?"
+        rf"|{_DAY}[. -]{{1,2}}[^\W\d_]{{3,9}}[., -]{{1,2}}({_YEAR}|\d\d)|[^\W\d_]{{3,9}} {_DAY}, ?{_YEAR}"
     ),
 }
 _MANY_WORDS = 20  # categories such as 10 mg and 20 mg are fewer

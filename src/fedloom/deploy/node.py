@@ -221,7 +221,8 @@ class Node:
         if session is not None:  # this number is known here, and does not depend on the server's word
             least = min(least, session.parties.threshold)
         order = order._replace(senders=min(order.senders, least))
-        outcome = train_client(self._with_noise(exp, whole(message.facts, "run")), order, client, memory.store)
+        noisy = self._with_noise(exp, whole(message.facts, "run"), in_sum=session is not None)
+        outcome = train_client(noisy, order, client, memory.store)
         if not self._rows_file.exists():
             disk.write_bytes(self._rows_file, self._rows.encode())
         memory.keep(order.round)
@@ -347,19 +348,23 @@ class Node:
             raise MessageError("'last_received' should have one number for each node")
         return int(last[self._place.client])
 
-    def _with_noise(self, exp: Experiment, run: int) -> Experiment:
+    def _with_noise(self, exp: Experiment, run: int, *, in_sum: bool) -> Experiment:
         """The experiment with noise from a key of this node.
 
         A simulation draws noise at an address, so that a resumed run adds the same again. Here a repeated round may
         have another model, and the same noise on two different uploads would show their difference. So the noise of an
         upload depends on what it is added to: a node that is asked for the same upload again, by a server that lost it
         or one that hopes to average noise away, sends the same numbers, which reveal nothing new.
+        A share of common noise in a secure sum is new each time: the difference of two sums can be the upload of one
+        node, for which its share alone is too little.
         Sums over examples are the same in every run, but for the sign of those to be forgotten; so is their noise.
         """
         if exp.guard is None or exp.guard.key.public:
             return exp
         if exp.guard.sums is not None and exp.guard.features is None:
             key = self._kept_key()
+        elif in_sum and not exp.guard.release.local:
+            key = noise.fresh_key()
         else:
             key = replace(self._kept_key(self._place.contract.campaign, str(run)), by_content=True)
         return replace(exp, guard=exp.guard._replace(key=key))
