@@ -22,8 +22,9 @@ from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
-from fedloom.deploy.peers.edges import Patience
+from fedloom.deploy.peers.edges import Edges, Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
+from fedloom.deploy.peers.peer import Peer
 from fedloom.deploy.peers.start import missed, refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
@@ -203,6 +204,35 @@ def test_two_nodes_that_are_killed_in_one_round_do_it_again_with_the_same_result
     assert [[line["round"] for line in network.lines(k)] for k in range(3)] == [[1, 2, 3]] * 3
     assert [line["down"] for k in range(3) for line in network.lines(k)] == [{}] * 9
     assert all(torch.equal(one.server.w, other.server.w) for one, other in zip(undisturbed, again, strict=True))
+
+
+def test_a_node_of_a_redrawn_graph_that_is_killed_repeats_what_its_partner_left_three_rounds_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bea exchanges with Dan, then with Cem, then with Ada, and Dan has not even saved the first of these."""
+    site, killed = tmp_path / "site", tmp_path / "killed"
+    config = network_of("dfedavg", rounds=5, partition={"kind": "iid", "clients": 4}, topology=SELDOM)
+    network = Network(site, config, SIX[:4])
+    for k in (0, 1, 2):
+        network.before(k, 3, partial(shutil.copytree, site / network.slugs[k], killed / network.slugs[k]))
+    save = Peer.save
+
+    def held_up(peer: Peer, edges: Edges) -> None:
+        copy = killed / peer._place.folder.name
+        if peer._place.me == 3 and not copy.exists():
+            wait_until((killed / network.slugs[1]).exists)
+            shutil.copytree(peer._place.folder, copy)
+        save(peer, edges)
+
+    monkeypatch.setattr(Peer, "save", held_up)
+    network.completed()
+    for slug in network.slugs:
+        shutil.rmtree(site / slug)
+        shutil.copytree(killed / slug, site / slug)
+    nodes = network.completed()
+    found = [status_of_peer(site / slug) for slug in network.slugs]
+    assert [(one["skipped"], one["closed"]) for one in found] == [(0, {})] * 4
+    assert furthest(nodes, simulated(config, 5)[1]) == 0
 
 
 # -- intruders -------------------------------------------------------------------------------------

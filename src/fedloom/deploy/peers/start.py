@@ -81,8 +81,9 @@ def refuse_by_policy(bundle: Bundle) -> None:
 def missed(round_: int, rounds: int, theirs: Mapping[int, int], neighbours: Callable[[int], Iterable[int]]) -> int:
     """How many rounds a node has missed: those that all its neighbours in them have done without it.
 
-    ``theirs``: in which round those that can be reached are. A node that has missed one round can repeat it. Where the
-    graph is redrawn, others may be far ahead although the neighbours of this round still wait for this node.
+    ``theirs``: in which round those that can be reached are, or what they still hold for this node. A node that has
+    missed one round can repeat it. Where the graph is redrawn, others may be far ahead although the neighbours of this
+    round still wait for this node.
     """
     behind = 0
     for later in range(round_, min(max(theirs.values(), default=0), rounds)):
@@ -159,7 +160,7 @@ class PeerProcess:
             self._say("stopped before all neighbours were done")
         if self.station.edges.settled:
             self._settle(peer)
-            peer.save(self.station.edges.remembered())
+            peer.save(self.station.edges)
             peer.save_model()
         self._say(f"all {self._rounds} rounds are done: {self._bundle.folder}")
         return self._record("completed")
@@ -186,7 +187,7 @@ class PeerProcess:
         population = population_of([station.rows[k] for k in range(len(bundle.contract.nodes))])
         peer = station.meanwhile(lambda: Peer(self._place, population))
         edges = station.edges
-        edges.read, edges.limit, edges.hold = peer.read, peer.limit, peer.steps + 1
+        edges.read, edges.limit, edges.steps = peer.read, peer.limit, peer.steps
         links = peer.load()
         if links is not None:
             edges.remember(links)
@@ -194,7 +195,7 @@ class PeerProcess:
             self._say(f"continuing after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
-        for j in station.present():  # those may have sent something before this node was ready
+        for j in station.identity.neighbours:  # those may have sent something before this node was ready
             station.greet(j)
         return peer
 
@@ -227,14 +228,20 @@ class PeerProcess:
                 sent = peer.mix(sent, found.up, found.doubt, turn)
         self._settle(peer)
         peer.advance(gradients=work.gradients)
-        peer.save(station.edges.remembered())
+        peer.save(station.edges)
+        for j in sorted({j for found in closed for j in (*found.up, *found.doubt)}):
+            station.edges.say(j, "saved")
         self._round = peer.state.round
         self._log(peer, work, closed, time.monotonic() - began)
 
     def _caught_up(self, peer: Peer) -> bool:
         """Whether rounds were skipped, which neighbours have done without this node."""
         steps, edges = peer.steps, self.station.edges
-        theirs = {j: edges.at[j] // steps for j in self.station.present() if j in edges.at}
+        theirs = {
+            j: min([edges.at[j], *(turn for turn in edges.held.get(j, []) if turn >= edges.turn)]) // steps
+            for j in self.station.present()
+            if j in edges.at
+        }
 
         def neighbours(round_: int) -> set[int]:
             return {j for step in range(steps) for j in links_of(peer.exp, self._bundle.me, round_, step)}
@@ -246,7 +253,7 @@ class PeerProcess:
         self._skipped += behind
         peer.advance(behind)
         edges.skip_to(peer.state.round * steps)
-        peer.save(edges.remembered())
+        peer.save(edges)
         return True
 
     def _settle(self, peer: Peer) -> None:

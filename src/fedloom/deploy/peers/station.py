@@ -210,7 +210,8 @@ class Station:
 
     def greet(self, j: int, kind: str = "hello") -> None:
         rows = {str(k): list(pair) for k, pair in self.rows.items()}
-        self.edges.say(j, kind, rows=rows, **self.identity.terms._asdict())
+        held = sorted(turn for turn, to in self.edges.owed.items() if j in to)
+        self.edges.say(j, kind, rows=rows, held=held, **self.identity.terms._asdict())
 
     def _happened(self, event: Event) -> None:
         j = event.node
@@ -239,17 +240,19 @@ class Station:
         elif j not in self.identity.neighbours:
             raise MessageError("is not a neighbour of this node")
         else:
-            self.edges.at[j] = whole(frame.facts, "at")
-            if frame.kind == "leave":
+            at = self.edges.at[j] = whole(frame.facts, "at")
+            if frame.kind == "leave":  # perhaps because it could not save its round
                 self.edges.left.add(j)
-            elif frame.kind == "done":
+                return
+            self.edges.reached(j, at)
+            if frame.kind == "done":
                 self.done.add(j)
-            else:
+            elif frame.kind != "saved":
                 self.edges.handle(j, frame)
 
     def _greeted(self, j: int, frame: WireFrame) -> None:
         why = differences(self.identity.terms, frame.facts)
-        counts = self._row_counts(frame.facts.get("rows"))
+        counts, held = self._row_counts(frame.facts.get("rows")), _turns(frame.facts.get("held"))
         if why:
             self._turned_away(j, "; ".join(why))
             return
@@ -263,6 +266,8 @@ class Station:
         if self.refused.pop(j, None) is not None:
             self.edges.forgive(j)
         self.edges.at[j] = whole(frame.facts, "at")
+        self.edges.held[j] = held
+        self.edges.reached(j, self.edges.at[j])
         self.edges.left.discard(j)
         if frame.kind == "hello":
             self.greet(j, "welcome")
@@ -296,3 +301,9 @@ class Station:
             reasons = "; ".join(f"{self.identity.names[k]}: {text}" for k, text in sorted(self.refused.items()))
             count = f"{len(self.refused)} of {len(self.identity.neighbours)} neighbours"
             raise RefusedError(f"{count} have not agreed to what this node has; {reasons}")
+
+
+def _turns(given: Any) -> list[int]:
+    if not isinstance(given, list) or not all(type(turn) is int for turn in given):
+        raise MessageError("'held' should be a list of turns")
+    return given
