@@ -21,6 +21,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
+from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
 from fedloom.deploy.peers.edges import Edges, Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
@@ -28,6 +29,8 @@ from fedloom.deploy.peers.peer import Peer
 from fedloom.deploy.peers.start import missed, refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
+from fedloom.deploy.site import Listens, initialise
+from fedloom.deploy.take_part import rows_of_node_at
 from support.federation import config_of, simulated
 from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
 from support.way import Way
@@ -421,6 +424,17 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="graph: is not that of the experiment"):
         read_bundle(ada)
     assert json.loads((bea / "federation.json").read_text())["nodes"] == list(NAMES)
+
+
+def test_a_folder_of_the_other_kind_is_refused_with_the_command_for_it(tmp_path: Path) -> None:
+    network, federation = tmp_path / "network", tmp_path / "federation"
+    Network(network, network_of("dfedavg"))
+    initialise(config_of("fedavg"), ["Ada", "Bea"], Listens(), federation, Path())
+    with pytest.raises(ConfigError, match=f"without a server .fedloom peers start {network / 'ada'}"):
+        rows_of_node_at(network / "ada", EXPERIMENT_DATA, Path())
+    for look in (read_bundle, status_of_peer):
+        with pytest.raises(ConfigError, match=f"with a server .fedloom deploy node {federation / 'ada'}"):
+            look(federation / "ada")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 from fedloom.core import disk
 from fedloom.core.errors import DataError
 from fedloom.deploy.contract import read_outline
-from fedloom.deploy.peers.bundles import Seat
+from fedloom.deploy.peers.bundles import read_seat
 from fedloom.deploy.peers.peer import CHECKPOINTS
 from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS
-from fedloom.deploy.site import NODE_TOML, read_section, read_state
+from fedloom.deploy.site import NODE_TOML, read_state
 from fedloom.engine.checkpoint import readable
 
 _AT_WORK = ("joining", "running", "waiting")
@@ -29,7 +29,7 @@ def bundles_in(folder: Path) -> list[Path]:
 
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """The state of one node."""
-    seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder, made_by="peers")
+    seat, outline = read_seat(folder), read_outline(folder, made_by="peers")
     recorded, lines = read_state(folder), list(read_node_rounds(folder))
     state, why = recorded.get("state", "idle"), recorded.get("why", "")
     if state in _AT_WORK and not disk.is_locked(folder / LOCK):
