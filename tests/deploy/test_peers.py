@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from fedloom.cli.peers import _print_status
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, DataError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
@@ -220,12 +220,12 @@ def test_a_node_of_a_redrawn_graph_that_is_killed_repeats_what_its_partner_left_
         network.before(k, 3, partial(shutil.copytree, site / network.slugs[k], killed / network.slugs[k]))
     save = Peer.save
 
-    def held_up(peer: Peer, edges: Edges) -> None:
+    def held_up(peer: Peer, edges: Edges, line: dict[str, Any]) -> None:
         copy = killed / peer._place.folder.name
         if peer._place.me == 3 and not copy.exists():
             wait_until((killed / network.slugs[1]).exists)
             shutil.copytree(peer._place.folder, copy)
-        save(peer, edges)
+        save(peer, edges, line)
 
     monkeypatch.setattr(Peer, "save", held_up)
     network.completed()
@@ -343,6 +343,56 @@ def test_a_node_that_has_agreed_to_something_else_gets_an_error_that_says_what_d
         threads[k].join(600)
         assert [line for line in network.said[k] if line.startswith("Cem: data differs")]
         assert status_of_peer(tmp_path / "site" / network.slugs[k])["state"] == "stopped"
+
+
+def test_both_nodes_say_what_differs(tmp_path: Path) -> None:
+    """Ada, which starts first, is told by Bea before Bea ends: it does not wait for a node that does not connect."""
+    network = Network(tmp_path / "site", network_of("dfedavg", partition={"kind": "iid", "clients": 2}), NAMES[:2])
+
+    def other(bundle: Any) -> Any:
+        form = bundle.contract.form._replace(mean=(9.0,))
+        return bundle._replace(contract=bundle.contract._replace(form=form))
+
+    bea = network.begin(1, alter=other)
+    wait_until(lambda: network.said[1])
+    for thread in (network.begin(0), bea):
+        thread.join(600)
+    for k, name in ((0, "Bea"), (1, "Ada")):
+        assert isinstance(network.failed[k], RefusedError)
+        assert f"1 of 1 neighbours have not agreed to what this node has; {name}: data differs" in str(
+            network.failed[k]
+        )
+
+
+def test_a_node_that_is_killed_before_its_line_is_logged_logs_it_when_it_is_started_again(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=2))
+    network.completed()
+    log = tmp_path / "site" / "bea" / "rounds.jsonl"
+    whole = log.read_bytes()
+    assert b"test/accuracy" in whole.splitlines()[-1]
+    log.write_bytes(whole.splitlines(keepends=True)[0])
+    for _ in range(2):  # once, however often it is started
+        network.ended([network.begin(1, grace=0.1)])
+        assert log.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("population.json", "[[108, 27], [108", r"Expecting.*; delete it, and the next start waits"),
+        ("population.json", "[[108, 27]]", "it has 1 of 3 nodes"),
+        ("population.json", "7", "not iterable"),
+        ("state.json", "[]", "state.json: is damaged; delete it, and the node continues"),
+        ("state.json", '{"state": "running", "skipped": "many"}', "state.json: is damaged"),
+        ("rounds.jsonl", '{"round": 1, "down": {}}\n{"ro\n', "line 2 is damaged; delete this line"),
+    ],
+)
+def test_a_damaged_record_of_a_node_is_one_error_that_names_it(file: str, text: str, why: str, tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+    ada = tmp_path / "site" / "ada"
+    (ada / file).write_text(text)
+    with pytest.raises(DataError, match=why):
+        _ = network.process(0).run() if file == "population.json" else status_of_peer(ada)
 
 
 def test_a_node_that_corrects_its_contract_takes_part_from_the_first_round_on(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Peer:
         self.limit = most_bytes(self._form)
         self._doubts: dict[tuple[int, int], Sent] = {}
         self._sent: dict[int, Sent] = {}  # by turn, as long as a neighbour may need it again
+        self.line: dict[str, Any] = {}  # of the last round in the log, without its scores
 
     @property
     def steps(self) -> int:
@@ -114,13 +115,13 @@ class Peer:
         return client_metrics("test", evaluate_node(self.exp, self.state, self._place.me, self._store))
 
     # -- on disk ----------------------------------------------------------------------------------
-    def save(self, edges: Edges) -> None:
-        """Write a checkpoint, with the memory of the node's links."""
+    def save(self, edges: Edges, line: dict[str, Any]) -> None:
+        """Write a checkpoint, with the memory of the node's links and the round's line in the log."""
         self._sent = {turn: sent for turn, sent in self._sent.items() if turn in edges.sent}
         order, turns = sorted(self._doubts), sorted(self._sent)
         kept = (*(self._doubts[key] for key in order), *(self._sent[turn] for turn in turns))
         state = self.state._replace(under_way=kept)
-        lengths = {"links": edges.remembered(), "corrections": order, "sent": turns}
+        lengths = {"links": edges.remembered(), "corrections": order, "sent": turns, "line": line}
         checkpoint.save(self._place.folder / CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
@@ -145,6 +146,7 @@ class Peer:
         self._doubts = dict(zip(order, kept[: len(order)], strict=True))
         self._sent = dict(zip(turns, kept[len(order) :], strict=True))
         self.state = found.state._replace(under_way=())
+        self.line = found.lengths.get("line", {})  # earlier versions had none
         links: dict[str, Any] = found.lengths["links"]
         return links
 
