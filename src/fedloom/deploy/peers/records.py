@@ -38,7 +38,7 @@ def read_recorded(folder: Path) -> Recorded:
         raise DataError(f"{path}: is damaged; {fix}") from error
 
 
-def read_population(folder: Path, count: int) -> Rows:
+def read_row_counts(folder: Path, count: int) -> Rows:
     """The numbers of rows with which a run began; empty before."""
     path = folder / POPULATION
     if not path.exists():

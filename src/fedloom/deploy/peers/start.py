@@ -25,7 +25,7 @@ from fedloom.deploy.peers.edges import Edges, Exchanged
 from fedloom.deploy.peers.links import CurveKeys, CurveLinks
 from fedloom.deploy.peers.members import agreed_terms
 from fedloom.deploy.peers.peer import Peer, PeerPlace
-from fedloom.deploy.peers.records import LOCK, NODE_ROUNDS, POPULATION, read_node_rounds, read_population, read_recorded
+from fedloom.deploy.peers.records import LOCK, NODE_ROUNDS, POPULATION, read_node_rounds, read_recorded, read_row_counts
 from fedloom.deploy.peers.station import Identity, RefusedError, Station, StoppedError
 from fedloom.deploy.site import STATE
 from fedloom.deploy.waits import held_lock, until_stopped, writing
@@ -174,7 +174,7 @@ class PeerProcess:
         self._say(
             f"{me}: {self._place.own.train} training rows and {self._place.own.test} test rows, {bundle.seat.bind}"
         )
-        if known := read_population(bundle.folder, len(bundle.contract.nodes)):
+        if known := read_row_counts(bundle.folder, len(bundle.contract.nodes)):
             station.rows |= known
             if station.rows[bundle.me] != (self._place.own.train, self._place.own.test):
                 train, test = station.rows[bundle.me]
