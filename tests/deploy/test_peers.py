@@ -17,16 +17,20 @@ import torch
 import zmq
 
 from fedloom.cli.peers import _print_status
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, DataError
 from fedloom.deploy.audit import read_audit
 from fedloom.deploy.messages import Envelope, MessageError, packed, unpacked
 from fedloom.deploy.node import Policy
+from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.peers.bundles import addresses, not_for_peers, read_bundle, read_secret
-from fedloom.deploy.peers.edges import Patience
+from fedloom.deploy.peers.edges import Edges, Patience
 from fedloom.deploy.peers.frames import PIECE, WireFrame
+from fedloom.deploy.peers.peer import Peer
 from fedloom.deploy.peers.start import missed, refuse_by_policy
 from fedloom.deploy.peers.station import RefusedError
 from fedloom.deploy.peers.status import status_of_peer
+from fedloom.deploy.site import Listens, initialise
+from fedloom.deploy.take_part import rows_of_node_at
 from support.federation import config_of, simulated
 from support.peers import GOSSIP, NAMES, Network, furthest, network_of, wait_until
 from support.way import Way
@@ -205,6 +209,35 @@ def test_two_nodes_that_are_killed_in_one_round_do_it_again_with_the_same_result
     assert all(torch.equal(one.server.w, other.server.w) for one, other in zip(undisturbed, again, strict=True))
 
 
+def test_a_node_of_a_redrawn_graph_that_is_killed_repeats_what_its_partner_left_three_rounds_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bea exchanges with Dan, then with Cem, then with Ada, and Dan has not even saved the first of these."""
+    site, killed = tmp_path / "site", tmp_path / "killed"
+    config = network_of("dfedavg", rounds=5, partition={"kind": "iid", "clients": 4}, topology=SELDOM)
+    network = Network(site, config, SIX[:4])
+    for k in (0, 1, 2):
+        network.before(k, 3, partial(shutil.copytree, site / network.slugs[k], killed / network.slugs[k]))
+    save = Peer.save
+
+    def held_up(peer: Peer, edges: Edges, line: dict[str, Any]) -> None:
+        copy = killed / peer._place.folder.name
+        if peer._place.me == 3 and not copy.exists():
+            wait_until((killed / network.slugs[1]).exists)
+            shutil.copytree(peer._place.folder, copy)
+        save(peer, edges, line)
+
+    monkeypatch.setattr(Peer, "save", held_up)
+    network.completed()
+    for slug in network.slugs:
+        shutil.rmtree(site / slug)
+        shutil.copytree(killed / slug, site / slug)
+    nodes = network.completed()
+    found = [status_of_peer(site / slug) for slug in network.slugs]
+    assert [(one["skipped"], one["closed"]) for one in found] == [(0, {})] * 4
+    assert furthest(nodes, simulated(config, 5)[1]) == 0
+
+
 # -- intruders -------------------------------------------------------------------------------------
 def altered(frame: WireFrame, body: bytes, **facts: Any) -> WireFrame:
     return frame._replace(body=body, facts={**frame.facts, "bytes": len(body), "crc": zlib.crc32(body), **facts})
@@ -312,6 +345,56 @@ def test_a_node_that_has_agreed_to_something_else_gets_an_error_that_says_what_d
         assert status_of_peer(tmp_path / "site" / network.slugs[k])["state"] == "stopped"
 
 
+def test_both_nodes_say_what_differs(tmp_path: Path) -> None:
+    """Ada, which starts first, is told by Bea before Bea ends: it does not wait for a node that does not connect."""
+    network = Network(tmp_path / "site", network_of("dfedavg", partition={"kind": "iid", "clients": 2}), NAMES[:2])
+
+    def other(bundle: Any) -> Any:
+        form = bundle.contract.form._replace(mean=(9.0,))
+        return bundle._replace(contract=bundle.contract._replace(form=form))
+
+    bea = network.begin(1, alter=other)
+    wait_until(lambda: network.said[1])
+    for thread in (network.begin(0), bea):
+        thread.join(600)
+    for k, name in ((0, "Bea"), (1, "Ada")):
+        assert isinstance(network.failed[k], RefusedError)
+        assert f"1 of 1 neighbours have not agreed to what this node has; {name}: data differs" in str(
+            network.failed[k]
+        )
+
+
+def test_a_node_that_is_killed_before_its_line_is_logged_logs_it_when_it_is_started_again(tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg", rounds=2))
+    network.completed()
+    log = tmp_path / "site" / "bea" / "rounds.jsonl"
+    whole = log.read_bytes()
+    assert b"test/accuracy" in whole.splitlines()[-1]
+    log.write_bytes(whole.splitlines(keepends=True)[0])
+    for _ in range(2):  # once, however often it is started
+        network.ended([network.begin(1, grace=0.1)])
+        assert log.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("population.json", "[[108, 27], [108", r"Expecting.*; delete it, and the next start waits"),
+        ("population.json", "[[108, 27]]", "it has 1 of 3 nodes"),
+        ("population.json", "7", "not iterable"),
+        ("state.json", "[]", "state.json: is damaged; delete it, and the node continues"),
+        ("state.json", '{"state": "running", "skipped": "many"}', "state.json: is damaged"),
+        ("rounds.jsonl", '{"round": 1, "down": {}}\n{"ro\n', "line 2 is damaged; delete this line"),
+    ],
+)
+def test_a_damaged_record_of_a_node_is_one_error_that_names_it(file: str, text: str, why: str, tmp_path: Path) -> None:
+    network = Network(tmp_path / "site", network_of("dfedavg"))
+    ada = tmp_path / "site" / "ada"
+    (ada / file).write_text(text)
+    with pytest.raises(DataError, match=why):
+        _ = network.process(0).run() if file == "population.json" else status_of_peer(ada)
+
+
 def test_a_node_that_corrects_its_contract_takes_part_from_the_first_round_on(tmp_path: Path) -> None:
     network = Network(tmp_path / "site", network_of("dfedavg", rounds=1))
 
@@ -391,6 +474,17 @@ def test_bundles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="graph: is not that of the experiment"):
         read_bundle(ada)
     assert json.loads((bea / "federation.json").read_text())["nodes"] == list(NAMES)
+
+
+def test_a_folder_of_the_other_kind_is_refused_with_the_command_for_it(tmp_path: Path) -> None:
+    network, federation = tmp_path / "network", tmp_path / "federation"
+    Network(network, network_of("dfedavg"))
+    initialise(config_of("fedavg"), ["Ada", "Bea"], Listens(), federation, Path())
+    with pytest.raises(ConfigError, match=f"without a server .fedloom peers start {network / 'ada'}"):
+        rows_of_node_at(network / "ada", EXPERIMENT_DATA, Path())
+    for look in (read_bundle, status_of_peer):
+        with pytest.raises(ConfigError, match=f"with a server .fedloom deploy node {federation / 'ada'}"):
+            look(federation / "ada")
 
 
 @pytest.mark.parametrize(

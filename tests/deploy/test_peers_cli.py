@@ -152,5 +152,8 @@ def test_nodes_with_tables_and_a_method_of_their_own_stop_run_out_of_space_and_g
     for name in ("ada", "bea"):
         words = [sys.executable, "-P", "-m", "fedloom", "predict", str(site / name), str(tmp_path / "lab.csv")]
         out = tmp_path / f"{name}-predicted.csv"
-        said(warm.Popen([*words, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        told = said(
+            warm.Popen([*words, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+        assert f"40 rows predicted by the model of {name.title()}: " in told
         assert len(out.read_text().splitlines()) == 41

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from typing import Any
@@ -115,6 +116,51 @@ def test_a_node_that_lost_a_turn_does_it_again_with_what_was_decided() -> None:
     gossip.deliver()
     assert gossip.mixed(gossip.nodes[1], turns=1)
     assert np.array_equal(gossip.x[1], expected)
+
+
+def test_what_was_sent_is_kept_until_its_receiver_has_saved_it() -> None:
+    """In a redrawn graph: node 0 has counted its link to node 1, whose machine is gone, and is five rounds further."""
+    gossip = Gossip(0.0, seed=5)
+    first, second = gossip.nodes[:2]
+    first.open(gossip.x[0].tobytes(), [1], 0.0)
+    second.open(gossip.x[1].tobytes(), [0], 0.0)
+    while first.result() is None:
+        by, to, frame = gossip.mail.popleft()
+        gossip.nodes[to].handle(by, frame)
+    first.close()
+    gossip.mail.clear()  # with the verdict
+    for _ in range(4):
+        first.open(gossip.x[0].tobytes(), [], 0.0)
+        first.close()
+    again = gossip.nodes[0] = gossip._edges(0)  # and killed itself
+    again.remember(json.loads(json.dumps(first.remembered())))
+    again.sent, again.turn = dict(first.sent), 5
+    again.open(gossip.x[0].tobytes(), [], 0.0)
+    assert sorted(again.sent) == [0, 5]
+    again.reached(1, 0)
+    second.back(0)
+    gossip.deliver()
+    found = second.result()
+    assert found is not None
+    assert np.array_equal(found.up[0], gossip.x[0])
+    again.reached(1, 1)
+    assert sorted(again.sent) == [5]
+
+
+def test_a_node_of_several_turns_in_a_round_has_saved_none_of_them_before_its_end() -> None:
+    edges = Gossip(0.0, seed=6)._edges(0)
+    edges.steps = 2
+    for turn in range(4):
+        edges.open(b"model", [1, 2], 0.0)
+        edges._mark(1, True, "")
+        edges._mark(2, turn == 0, "")
+        edges.close()
+    edges.reached(1, 3)
+    assert edges.owed == {0: {2}, 2: {1}, 3: {1}}
+    edges.reached(2, 1)
+    assert sorted(edges.sent) == [0, 2, 3]
+    edges.reached(2, 2)
+    assert sorted(edges.sent) == [2, 3]
 
 
 def test_a_payload_arrives_whole_or_not_at_all() -> None:

@@ -15,7 +15,7 @@ from fedloom.deploy.ends import Population, population_of, rows_of_client
 from fedloom.deploy.peers import start
 from fedloom.deploy.peers.bundles import initialise_peers, read_bundle, read_secret
 from fedloom.deploy.peers.peer import Peer, PeerPlace
-from fedloom.deploy.peers.status import read_node_rounds
+from fedloom.deploy.peers.records import read_node_rounds
 from fedloom.engine.peer import OwnWork
 from fedloom.engine.state import RunState
 from fedloom.runs.prepare import share

@@ -56,7 +56,9 @@ def predict(
     by_client = each_by_its_client(models, rows, client, by_client)
     lines = predicted_lines(models, rows, by_client=by_client)
     disk.write_result(out, as_csv(lines).encode())
-    whose = "each client's model" if by_client else f"the model of {client}" if client else "the common model"
+    whose = (
+        "each client's model" if by_client else f"the model of {models.owner}" if models.owner else "the common model"
+    )
     print(f"{plural(len(lines) - 1, 'row')} predicted by {whose}: {out}")
     print_notes(rows.notes)
 

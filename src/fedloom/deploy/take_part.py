@@ -77,7 +77,11 @@ def rows_of_node_at(folder: Path, data: str, root: Path, *, trust: bool = False)
 
 def _agreed(folder: Path, *, trust: bool) -> tuple[Contract, NodeSettings]:
     """The contract in a node's folder, of which it is a part, and its own settings."""
-    contract, settings = read_contract(folder, trust=trust), read_node(folder)
+    contract = read_contract(folder, trust=trust)
+    if contract.config.algorithm.family == "gossip":
+        fix = f"fedloom peers start {folder}"
+        raise ConfigError([Fault(str(folder), "is the folder of a node in a network without a server", fix)])
+    settings = read_node(folder)
     refuse_undeployable(contract.config)
     if settings.identity.name not in contract.nodes:
         raise ConfigError([Fault(f"{folder}, node.name", f"'{settings.identity.name}' is not in the contract")])

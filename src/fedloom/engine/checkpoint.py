@@ -80,7 +80,8 @@ class _Lengths(_Entries):
     lines: str = Field("", alias="metrics.jsonl lines")
     links: dict[str, Any] = {}  # the memory of a peer's links, and the order of their corrections
     corrections: list[Any] = []
-    sent: list[Any] = []  # the turns of a peer's last round
+    sent: list[Any] = []  # the turns in which a peer sent what a neighbour may need again
+    line: dict[str, Any] = {}  # of a peer's last round
 
 
 class _Record(_Entries):

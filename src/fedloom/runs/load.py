@@ -115,6 +115,11 @@ class Predictor:
     def has_common_model(self) -> bool:
         return self._weights.common is not None
 
+    @property
+    def owner(self) -> str | None:
+        """The client, or the node, whose model this is; None if it is the common one."""
+        return self.clients[0] if self._chosen is None and self._record.origin is not None else self._chosen
+
     def client(self, name: str | int) -> Predictor:
         """The model of the client of this name."""
         called = known_as(str(name), self.clients)
@@ -131,7 +136,7 @@ class Predictor:
         return copy.deepcopy(self._ready(self._default()))
 
     def __repr__(self) -> str:
-        whose = f"client '{self._chosen}'" if self._chosen is not None else "the common model"
+        whose = f"client '{self.owner}'" if self.owner is not None else "the common model"
         what = f"{'a number' if self.is_regression else f'{len(self.labels)} classes'}, {len(self.clients)} clients"
         return f"<Predictor of {whose}: {self._record.algorithm} on {self._record.data}, {what}>"
 

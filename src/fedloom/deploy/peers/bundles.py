@@ -160,17 +160,22 @@ def _bind(address: str) -> str:
 
 def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
     """The bundle of a node; ``trust``: the code in it may run."""
-    contract, path = read_contract(folder, trust=trust, made_by="peers"), folder / NODE_TOML
+    path, seat = folder / NODE_TOML, read_seat(folder)
+    contract = read_contract(folder, trust=trust, made_by="peers")
     refuse_for_peers(contract.config)
     members = read_members(folder, contract)
-    sections = (
-        read_section(path, Seat, "node"),
-        read_section(path, Policy, "policy"),
-        read_section(path, Patience, "rules"),
-    )
+    sections = (seat, read_section(path, Policy, "policy"), read_section(path, Patience, "rules"))
     if sections[0].name not in contract.nodes:
         raise ConfigError([Fault(f"{path}, node.name", f"'{sections[0].name}' is not in the contract")])
     return Bundle(folder, contract, members, *sections)
+
+
+def read_seat(folder: Path) -> Seat:
+    """Which node a folder is of."""
+    if (folder / "ca.crt").is_file():
+        fix = f"fedloom deploy node {folder}"
+        raise ConfigError([Fault(str(folder), "is the folder of a node in a federation with a server", fix)])
+    return read_section(folder / NODE_TOML, Seat, "node")
 
 
 def read_secret(bundle: Bundle) -> str:

@@ -10,7 +10,8 @@ moves. So the end with the lower number decides. A turn is a gossip step, counte
                ask(turn) until the other answers, and then add what the link would have added
 
 A node that has restarted sends pay for a turn that is past for its neighbours. They answer with the decision and their
-message of that turn, so that a killed node repeats its round with the same result.
+message of that turn, so that a killed node repeats its round with the same result. So what was sent is kept until each
+receiver has saved that turn; in a graph that is redrawn, the sender may by then be many rounds ahead.
 This module has no sockets, clocks or numbers: time and messages are passed in, messages are returned.
 """
 
@@ -69,7 +70,7 @@ class Edges:
     read: Callable[[int, int, bytes], Any]  # (neighbour, turn, payload) -> what it sent, or MessageError
     complain: Callable[[int, str], None]
     limit: int = 0  # bytes of a payload; 0: this node does not know yet what to expect
-    hold: int = 2  # turns of which this node can send its payload again
+    steps: int = 1  # turns of a round
     turn: int = 0  # under way, or next
     opened: bool = False
     at: dict[int, int] = field(default_factory=dict)  # the turn of each neighbour, from its last message
@@ -80,7 +81,9 @@ class Edges:
     settled: list[tuple[int, int, bool]] = field(default_factory=list)  # doubts that have been settled
     edges: dict[int, Edge] = field(default_factory=dict)
     since: float = 0.0  # when the turn was opened
-    sent: dict[int, bytes] = field(default_factory=dict)
+    sent: dict[int, bytes] = field(default_factory=dict)  # by turn, as long as a neighbour may need it again
+    owed: dict[int, set[int]] = field(default_factory=dict)  # by turn, those neighbours: they have not saved it yet
+    held: dict[int, list[int]] = field(default_factory=dict)  # the turns that a neighbour can send again to this node
     _early: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     _bad: dict[int, tuple[int, str]] = field(default_factory=dict)  # neighbours whose payload cannot be used
     _parts: dict[int, Assembly] = field(default_factory=dict)
@@ -91,7 +94,7 @@ class Edges:
         self.opened, self.since = True, now
         self.edges = {j: Edge() for j in sorted(neighbours)}
         self.decided[self.turn] = {}
-        for old in [turn for turn in self.decided if turn <= self.turn - REMEMBERED]:
+        for old in [turn for turn in self.decided if turn <= self.turn - REMEMBERED and turn not in self.owed]:
             del self.decided[old]
         for turn, j in sorted(self.doubts):
             self.say(j, "ask", turn=turn)
@@ -99,7 +102,8 @@ class Edges:
             for j in self.edges:
                 self._decide(j, False, "the numbers of one end are not finite")
             return
-        self.sent = {t: data for t, data in self.sent.items() if t > self.turn - self.hold} | {self.turn: payload}
+        self.sent[self.turn], self.owed[self.turn] = payload, set(self.edges)
+        self._forget_saved()
         for j in self.edges:
             self._pay(j, self.turn)
             self._use_early(j)
@@ -159,6 +163,17 @@ class Edges:
         return ""
 
     # -- what happens to the node -----------------------------------------------------------------
+    def reached(self, j: int, turn: int) -> None:
+        """A neighbour is in a turn: it has saved the rounds before, and will not repeat them."""
+        for earlier, to in self.owed.items():
+            if earlier < turn - turn % self.steps:
+                to.discard(j)
+        self._forget_saved()
+
+    def _forget_saved(self) -> None:
+        self.owed = {turn: to for turn, to in self.owed.items() if to or turn == self.turn}
+        self.sent = {turn: data for turn, data in self.sent.items() if turn in self.owed}
+
     def back(self, j: int) -> None:
         """A neighbour can be reached again: resend what it may not have received."""
         for turn in sorted(self.decided):
@@ -189,6 +204,7 @@ class Edges:
 
     def _handle_pay(self, j: int, turn: int, frame: WireFrame) -> None:
         again = frame.facts.get("again") is True
+        self.reached(j, turn)
         if not self.limit:  # this node is not ready; it will greet, and is then sent it again
             return
         try:
@@ -216,6 +232,8 @@ class Edges:
         elif (turn, j) in self.doubts and j < self.me:
             self.doubts.discard((turn, j))
             self.settled.append((turn, j, up))
+            if not up:
+                self.owed.get(turn, set()).discard(j)
         elif edge is not None and edge.up is None and not (up and edge.theirs is None):
             self._mark(j, up, why)
 
@@ -277,6 +295,8 @@ class Edges:
     def _mark(self, j: int, up: bool, why: str) -> None:
         edge = self.edges[j]
         edge.up, edge.why = up, why
+        if not up:
+            self.owed.get(self.turn, set()).discard(j)
         self.decided[self.turn][j] = up
 
     # -- what is sent -----------------------------------------------------------------------------
@@ -291,8 +311,10 @@ class Edges:
     def remembered(self) -> dict[str, Any]:
         """What a checkpoint must contain, in addition to the corrections of links in doubt."""
         decided = {str(t): {str(j): up for j, up in row.items()} for t, row in self.decided.items()}
-        return {"decided": decided, "doubts": sorted(self.doubts)}
+        owed = {str(turn): sorted(to) for turn, to in self.owed.items() if to}
+        return {"decided": decided, "doubts": sorted(self.doubts), "owed": owed}
 
     def remember(self, saved: Mapping[str, Any]) -> None:
         self.decided = {int(t): {int(j): bool(up) for j, up in row.items()} for t, row in saved["decided"].items()}
         self.doubts = {(int(turn), int(j)) for turn, j in saved["doubts"]}
+        self.owed = {int(turn): set(map(int, to)) for turn, to in saved.get("owed", {}).items()}

@@ -16,7 +16,7 @@ from fedloom.deploy.talk import whole
 
 PIECE = 1 << 20  # bytes of a body
 HEAD = 1 << 16  # bytes of a header
-KINDS = ("hello", "welcome", "refuse", "pay", "have", "verdict", "ask", "done", "leave")
+KINDS = ("hello", "welcome", "refuse", "pay", "have", "verdict", "ask", "saved", "done", "leave")
 
 
 class WireFrame(NamedTuple):

@@ -15,7 +15,8 @@ from fedloom.deploy import flower
 from fedloom.deploy.fleet import LostNodesError
 from fedloom.deploy.own_data import EXPERIMENT_DATA
 from fedloom.deploy.peers.bundles import initialise_peers
-from fedloom.deploy.peers.status import read_node_rounds, status_of_peer
+from fedloom.deploy.peers.records import read_node_rounds
+from fedloom.deploy.peers.status import status_of_peer
 from fedloom.deploy.waits import until_stopped
 from fedloom.runs.launch import PARENT
 from fedloom.runs.loop import InterruptedRun

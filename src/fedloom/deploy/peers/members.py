@@ -20,7 +20,7 @@ from fedloom.deploy.contract import AgreedTerms, Contract
 from fedloom.engine.topology.network import START, Topology
 
 MEMBERS = "members.toml"
-PROTOCOL = "1"  # of messages between peers
+PROTOCOL = "2"  # of messages between peers
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/]+):([0-9]{1,5})")
 _KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # 32 bytes in Z85
 

@@ -13,6 +13,7 @@ from fedloom.deploy.contract import Contract
 from fedloom.deploy.ends import OwnRows, Population, node_end
 from fedloom.deploy.messages import Envelope, MessageError, most_bytes, named, packed, tree_of
 from fedloom.deploy.node import save_own_model
+from fedloom.deploy.peers.edges import Edges
 from fedloom.deploy.talk import expected
 from fedloom.engine import checkpoint
 from fedloom.engine.peer import (
@@ -56,7 +57,8 @@ class Peer:
         self._form = sent_form(self.exp, place.me)
         self.limit = most_bytes(self._form)
         self._doubts: dict[tuple[int, int], Sent] = {}
-        self._sent: dict[int, Sent] = {}  # in the turns of the last round
+        self._sent: dict[int, Sent] = {}  # by turn, as long as a neighbour may need it again
+        self.line: dict[str, Any] = {}  # of the last round in the log, without its scores
 
     @property
     def steps(self) -> int:
@@ -69,12 +71,12 @@ class Peer:
 
     def packed(self, sent: Sent, turn: int) -> bytes:
         """What the node sends in a turn."""
-        self._sent = {t: x for t, x in self._sent.items() if t > turn - self.steps} | {turn: sent}
+        self._sent[turn] = sent
         facts = {"campaign": self._place.contract.campaign, "turn": turn, "node": self._place.me}
         return packed(Envelope("model", facts, named("sent", sent)))
 
     def sent_again(self) -> dict[int, bytes]:
-        """What the node sent in its last round, for a neighbour that was killed before it had saved that round."""
+        """What the node sent in turns that a neighbour had not saved."""
         return {turn: self.packed(sent, turn) for turn, sent in sorted(self._sent.items())}
 
     def read(self, j: int, turn: int, data: bytes) -> Sent:
@@ -113,12 +115,13 @@ class Peer:
         return client_metrics("test", evaluate_node(self.exp, self.state, self._place.me, self._store))
 
     # -- on disk ----------------------------------------------------------------------------------
-    def save(self, links: dict[str, Any]) -> None:
-        """Write a checkpoint; ``links``: the memory of the node's links."""
+    def save(self, edges: Edges, line: dict[str, Any]) -> None:
+        """Write a checkpoint, with the memory of the node's links and the round's line in the log."""
+        self._sent = {turn: sent for turn, sent in self._sent.items() if turn in edges.sent}
         order, turns = sorted(self._doubts), sorted(self._sent)
         kept = (*(self._doubts[key] for key in order), *(self._sent[turn] for turn in turns))
         state = self.state._replace(under_way=kept)
-        lengths = {"links": links, "corrections": order, "sent": turns}
+        lengths = {"links": edges.remembered(), "corrections": order, "sent": turns, "line": line}
         checkpoint.save(self._place.folder / CHECKPOINTS, state, self._store, lengths)
 
     def load(self) -> dict[str, Any] | None:
@@ -143,6 +146,7 @@ class Peer:
         self._doubts = dict(zip(order, kept[: len(order)], strict=True))
         self._sent = dict(zip(turns, kept[len(order) :], strict=True))
         self.state = found.state._replace(under_way=())
+        self.line = found.lengths.get("line", {})  # earlier versions had none
         links: dict[str, Any] = found.lengths["links"]
         return links
 

@@ -25,13 +25,12 @@ from fedloom.deploy.peers.edges import Edges, Exchanged
 from fedloom.deploy.peers.links import CurveKeys, CurveLinks
 from fedloom.deploy.peers.members import agreed_terms
 from fedloom.deploy.peers.peer import Peer, PeerPlace
-from fedloom.deploy.peers.station import Identity, Station, StoppedError
-from fedloom.deploy.site import STATE, read_state
+from fedloom.deploy.peers.records import LOCK, NODE_ROUNDS, POPULATION, read_node_rounds, read_recorded, read_row_counts
+from fedloom.deploy.peers.station import Identity, RefusedError, Station, StoppedError
+from fedloom.deploy.site import STATE
 from fedloom.deploy.waits import held_lock, until_stopped, writing
 from fedloom.engine.peer import OwnWork, links_of
 from fedloom.engine.topology.network import START
-
-LOCK, NODE_ROUNDS, POPULATION = ".node.lock", "rounds.jsonl", "population.json"
 
 
 def start_peer(
@@ -41,11 +40,11 @@ def start_peer(
 
     ``trust``: the code in its contract may run.
     """
-    recorded = read_state(folder)
+    recorded = read_recorded(folder)
     asked = read_outline(folder, made_by="peers").rounds
-    if recorded.get("state") == "completed" and recorded.get("rounds", asked) >= asked:
+    if recorded.state == "completed" and (recorded.rounds is None or recorded.rounds >= asked):
         say(f"all rounds are done: {folder}")
-        return recorded
+        return recorded.model_dump()
     bundle = read_bundle(folder, trust=trust)
     secret = read_secret(bundle)
     refuse_by_policy(bundle)
@@ -81,8 +80,9 @@ def refuse_by_policy(bundle: Bundle) -> None:
 def missed(round_: int, rounds: int, theirs: Mapping[int, int], neighbours: Callable[[int], Iterable[int]]) -> int:
     """How many rounds a node has missed: those that all its neighbours in them have done without it.
 
-    ``theirs``: in which round those that can be reached are. A node that has missed one round can repeat it. Where the
-    graph is redrawn, others may be far ahead although the neighbours of this round still wait for this node.
+    ``theirs``: in which round those that can be reached are, or what they still hold for this node. A node that has
+    missed one round can repeat it. Where the graph is redrawn, others may be far ahead although the neighbours of this
+    round still wait for this node.
     """
     behind = 0
     for later in range(round_, min(max(theirs.values(), default=0), rounds)):
@@ -121,7 +121,7 @@ class PeerProcess:
         self.station.say, self.station.changed = say, self._refresh
         self.station.rows[bundle.me] = (place.own.train, place.own.test)
         self._rounds = bundle.contract.config.basics.rounds
-        self._round, self._skipped = 0, int(read_state(bundle.folder).get("skipped", 0))
+        self._round, self._skipped = 0, read_recorded(bundle.folder).skipped
         contract = bundle.contract
         self._about = {"campaign": contract.campaign, "algorithm": contract.config.kinds["algorithm"]}
         self._state = "joining"
@@ -146,6 +146,8 @@ class PeerProcess:
         except (FedloomError, OSError) as error:
             with suppress(OSError):  # the disk may be full
                 self._record("failed", why=str(error))
+            if isinstance(error, RefusedError):
+                self.station.part()
             raise
         finally:
             self.station.close()
@@ -159,7 +161,7 @@ class PeerProcess:
             self._say("stopped before all neighbours were done")
         if self.station.edges.settled:
             self._settle(peer)
-            peer.save(self.station.edges.remembered())
+            peer.save(self.station.edges, {})
             peer.save_model()
         self._say(f"all {self._rounds} rounds are done: {self._bundle.folder}")
         return self._record("completed")
@@ -168,25 +170,26 @@ class PeerProcess:
     def _joined(self) -> Peer:
         """Connect to the others; at first to all of them, after a restart to those that are running."""
         bundle, station = self._bundle, self.station
-        kept = bundle.folder / POPULATION
         me = bundle.contract.nodes[bundle.me]
         self._say(
             f"{me}: {self._place.own.train} training rows and {self._place.own.test} test rows, {bundle.seat.bind}"
         )
-        if kept.exists():
-            station.rows |= dict(enumerate(map(tuple, json.loads(kept.read_bytes()))))
+        if known := read_row_counts(bundle.folder, len(bundle.contract.nodes)):
+            station.rows |= known
             if station.rows[bundle.me] != (self._place.own.train, self._place.own.test):
                 train, test = station.rows[bundle.me]
                 what = f"the run began with {train} training and {test} test rows"
                 raise ConfigError([Fault("data", what, "start it with the same data")])
         self._record("joining")
-        if not kept.exists():
+        if not known:
             station.join(bundle.patience.join)
-            disk.write_bytes(kept, json.dumps([station.rows[k] for k in range(len(station.rows))]).encode())
+            disk.write_bytes(
+                bundle.folder / POPULATION, json.dumps([station.rows[k] for k in range(len(station.rows))]).encode()
+            )
         population = population_of([station.rows[k] for k in range(len(bundle.contract.nodes))])
         peer = station.meanwhile(lambda: Peer(self._place, population))
         edges = station.edges
-        edges.read, edges.limit, edges.hold = peer.read, peer.limit, peer.steps + 1
+        edges.read, edges.limit, edges.steps = peer.read, peer.limit, peer.steps
         links = peer.load()
         if links is not None:
             edges.remember(links)
@@ -194,8 +197,10 @@ class PeerProcess:
             self._say(f"continuing after round {peer.state.round}")
         self._round = peer.state.round
         edges.skip_to(peer.state.round * peer.steps)
-        for j in station.present():  # those may have sent something before this node was ready
+        for j in station.identity.neighbours:  # those may have sent something before this node was ready
             station.greet(j)
+        if peer.line.get("round", 0) > max((line["round"] for line in read_node_rounds(bundle.folder)), default=0):
+            self._log(peer, peer.line)  # this node was killed after it had saved the round
         return peer
 
     # -- a round ----------------------------------------------------------------------------------
@@ -227,14 +232,21 @@ class PeerProcess:
                 sent = peer.mix(sent, found.up, found.doubt, turn)
         self._settle(peer)
         peer.advance(gradients=work.gradients)
-        peer.save(station.edges.remembered())
+        line = self._line(peer, work, closed, time.monotonic() - began)
+        peer.save(station.edges, line)
+        for j in sorted({j for found in closed for j in (*found.up, *found.doubt)}):
+            station.edges.say(j, "saved")
         self._round = peer.state.round
-        self._log(peer, work, closed, time.monotonic() - began)
+        self._log(peer, line)
 
     def _caught_up(self, peer: Peer) -> bool:
         """Whether rounds were skipped, which neighbours have done without this node."""
         steps, edges = peer.steps, self.station.edges
-        theirs = {j: edges.at[j] // steps for j in self.station.present() if j in edges.at}
+        theirs = {
+            j: min([edges.at[j], *(turn for turn in edges.held.get(j, []) if turn >= edges.turn)]) // steps
+            for j in self.station.present()
+            if j in edges.at
+        }
 
         def neighbours(round_: int) -> set[int]:
             return {j for step in range(steps) for j in links_of(peer.exp, self._bundle.me, round_, step)}
@@ -246,7 +258,7 @@ class PeerProcess:
         self._skipped += behind
         peer.advance(behind)
         edges.skip_to(peer.state.round * steps)
-        peer.save(edges.remembered())
+        peer.save(edges, {})
         return True
 
     def _settle(self, peer: Peer) -> None:
@@ -254,21 +266,25 @@ class PeerProcess:
         peer.settle(settled)
 
     # -- status and logs --------------------------------------------------------------------------
-    def _log(self, peer: Peer, work: OwnWork, closed: list[Exchanged], seconds: float) -> None:
+    def _line(self, peer: Peer, work: OwnWork, closed: list[Exchanged], seconds: float) -> dict[str, Any]:
+        """The line of a round in the log, without the scores."""
         names, round_ = self._bundle.contract.nodes, peer.state.round
         down = {names[j]: why for found in closed for j, why in found.down.items()}
         doubt = sorted({names[j] for found in closed for j in found.doubt})
         up = sorted({names[j] for found in closed for j in found.up} - set(down) - set(doubt))
         line: dict[str, Any] = {"round": round_, "up": up, "down": down, "doubt": doubt}
         refused, self.station.complaints = self.station.complaints, {}
-        line |= {"refused": refused, "finite": work.sent is not None, "seconds": round(seconds, 3)}
+        return line | {"refused": refused, "finite": work.sent is not None, "seconds": round(seconds, 3)}
+
+    def _log(self, peer: Peer, line: dict[str, Any]) -> None:
+        """Log the round that was saved last."""
+        round_, up, doubt = line["round"], line["up"], line["doubt"]
         if peer.exp.evaluate.due(round_, self._rounds):
             line |= self.station.meanwhile(peer.evaluated)
         disk.append_line(self._bundle.folder / NODE_ROUNDS, json.dumps(line).encode())
-        parts = [
-            f"round {round_} of {self._rounds}: received from {', '.join(up) or 'no neighbour'} in {seconds:.1f} s"
-        ]
-        parts += [f"{name}: {why}" for name, why in down.items()] + [f"{name}: in doubt" for name in doubt]
+        taken = f"received from {', '.join(up) or 'no neighbour'} in {line['seconds']:.1f} s"
+        parts = [f"round {round_} of {self._rounds}: {taken}"]
+        parts += [f"{name}: {why}" for name, why in line["down"].items()] + [f"{name}: in doubt" for name in doubt]
         self._say("; ".join(parts))
 
     def _refresh(self) -> None:

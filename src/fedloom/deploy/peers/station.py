@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from fedloom.core.errors import FedloomError
@@ -20,11 +21,12 @@ from fedloom.deploy.peers.edges import Edges, Exchanged
 from fedloom.deploy.peers.frames import WireFrame
 from fedloom.deploy.peers.links import CurveLinks, Event
 from fedloom.deploy.peers.members import agreement
+from fedloom.deploy.peers.records import rows_in
 from fedloom.deploy.talk import whole
 
 T = TypeVar("T")
 _TICK = 0.2  # seconds between two checks of the clock
-_LAST = 10.0  # seconds in which a stopped node may still end the current turn
+_LAST = 10.0  # seconds in which a stopped node may still end the current turn, and one that is refused greets others
 _AGAIN = 1.0  # seconds after which a node at its end resends what may not have arrived
 _MOST = 10  # most complaints about a neighbour in a round
 
@@ -55,6 +57,8 @@ class Station:
         self.rows: dict[int, tuple[int, int]] = {}  # training and test rows of the nodes, as far as known
         self.complaints: dict[str, list[str]] = {}  # of the round under way, by name
         self.refused: dict[int, str] = {}
+        self._informed: set[int] = set()  # neighbours that were sent what this node has
+        self._parting = False  # whether this node is refused, and about to end
         self.say: Callable[[str], None] = lambda _: None
         self.changed: Callable[[], None] = lambda: None  # called when a neighbour has come, gone or left
         self._there: list[int] = []
@@ -184,6 +188,12 @@ class Station:
         """The turns in which the link to a neighbour is in doubt."""
         return sorted(turn for turn, other in self.edges.doubts if other == j)
 
+    def part(self) -> None:
+        """Stay until nodes that do not agree have been sent what this one has: they then see the difference, too."""
+        self._parting = True
+        with suppress(StoppedError):
+            self.wait(lambda: self._informed.issuperset(self.refused), _LAST)
+
     def close(self) -> None:
         for j in self.identity.neighbours:
             self.send(j, WireFrame("leave", {"at": self.edges.turn}))
@@ -210,7 +220,8 @@ class Station:
 
     def greet(self, j: int, kind: str = "hello") -> None:
         rows = {str(k): list(pair) for k, pair in self.rows.items()}
-        self.edges.say(j, kind, rows=rows, **self.identity.terms._asdict())
+        held = sorted(turn for turn, to in self.edges.owed.items() if j in to)
+        self.edges.say(j, kind, rows=rows, held=held, **self.identity.terms._asdict())
 
     def _happened(self, event: Event) -> None:
         j = event.node
@@ -218,6 +229,7 @@ class Station:
             self._handle(j, event.frame)
         elif event.kind == "up":
             self.greet(j)
+            self._informed.add(j)
         elif event.kind == "down":
             self.edges.gone.setdefault(j, time.monotonic())
         elif event.kind == "stranger":
@@ -239,17 +251,19 @@ class Station:
         elif j not in self.identity.neighbours:
             raise MessageError("is not a neighbour of this node")
         else:
-            self.edges.at[j] = whole(frame.facts, "at")
-            if frame.kind == "leave":
+            at = self.edges.at[j] = whole(frame.facts, "at")
+            if frame.kind == "leave":  # perhaps because it could not save its round
                 self.edges.left.add(j)
-            elif frame.kind == "done":
+                return
+            self.edges.reached(j, at)
+            if frame.kind == "done":
                 self.done.add(j)
-            else:
+            elif frame.kind != "saved":
                 self.edges.handle(j, frame)
 
     def _greeted(self, j: int, frame: WireFrame) -> None:
         why = differences(self.identity.terms, frame.facts)
-        counts = self._row_counts(frame.facts.get("rows"))
+        counts, held = rows_in(frame.facts.get("rows"), len(self.identity.names)), _turns(frame.facts.get("held"))
         if why:
             self._turned_away(j, "; ".join(why))
             return
@@ -263,6 +277,8 @@ class Station:
         if self.refused.pop(j, None) is not None:
             self.edges.forgive(j)
         self.edges.at[j] = whole(frame.facts, "at")
+        self.edges.held[j] = held
+        self.edges.reached(j, self.edges.at[j])
         self.edges.left.discard(j)
         if frame.kind == "hello":
             self.greet(j, "welcome")
@@ -277,22 +293,17 @@ class Station:
             if other != j:
                 self.greet(other)
 
-    def _row_counts(self, given: Any) -> dict[int, tuple[int, int]]:
-        try:
-            found = {int(k): (int(train), int(test)) for k, (train, test) in dict(given).items()}
-        except (ValueError, TypeError, OverflowError) as error:
-            raise MessageError("'rows' should have two whole numbers for each node") from error
-        if any(
-            not 0 <= k < len(self.identity.names) or min(pair) < 0 or max(pair) >= 1 << 40 for k, pair in found.items()
-        ):
-            raise MessageError("'rows' has a node that does not exist, or a number that cannot be")
-        return found
-
     def _turned_away(self, j: int, why: str) -> None:
         """Stop if most neighbours disagree with this node; if few do, they may be the ones that are wrong."""
         self.refused[j] = why
         self.complain(j, why)
-        if 2 * len(self.refused) > len(self.identity.neighbours):
+        if 2 * len(self.refused) > len(self.identity.neighbours) and not self._parting:
             reasons = "; ".join(f"{self.identity.names[k]}: {text}" for k, text in sorted(self.refused.items()))
             count = f"{len(self.refused)} of {len(self.identity.neighbours)} neighbours"
             raise RefusedError(f"{count} have not agreed to what this node has; {reasons}")
+
+
+def _turns(given: Any) -> list[int]:
+    if not isinstance(given, list) or not all(type(turn) is int for turn in given):
+        raise MessageError("'held' should be a list of turns")
+    return given

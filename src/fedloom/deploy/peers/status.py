@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fedloom.core import disk
 from fedloom.core.errors import DataError
 from fedloom.deploy.contract import read_outline
-from fedloom.deploy.peers.bundles import Seat
+from fedloom.deploy.peers.bundles import read_seat
 from fedloom.deploy.peers.peer import CHECKPOINTS
-from fedloom.deploy.peers.start import LOCK, NODE_ROUNDS
-from fedloom.deploy.site import NODE_TOML, read_section, read_state
+from fedloom.deploy.peers.records import LOCK, read_node_rounds, read_recorded
+from fedloom.deploy.site import NODE_TOML
 from fedloom.engine.checkpoint import readable
 
 _AT_WORK = ("joining", "running", "waiting")
@@ -29,9 +27,9 @@ def bundles_in(folder: Path) -> list[Path]:
 
 def status_of_peer(folder: Path) -> dict[str, Any]:
     """The state of one node."""
-    seat, outline = read_section(folder / NODE_TOML, Seat, "node"), read_outline(folder, made_by="peers")
-    recorded, lines = read_state(folder), list(read_node_rounds(folder))
-    state, why = recorded.get("state", "idle"), recorded.get("why", "")
+    seat, outline = read_seat(folder), read_outline(folder, made_by="peers")
+    recorded, lines = read_recorded(folder), list(read_node_rounds(folder))
+    state, why = recorded.state, recorded.why
     if state in _AT_WORK and not disk.is_locked(folder / LOCK):
         left = "its last checkpoint stays" if readable(folder / CHECKPOINTS) else "nothing was saved before"
         state, why = "failed", f"its process is gone; {left}: fedloom peers start {folder}"
@@ -41,10 +39,10 @@ def status_of_peer(folder: Path) -> dict[str, Any]:
         "state": state,
         "round": done,
         "rounds": outline.rounds,
-        "neighbours": recorded.get("neighbours", {}),
+        "neighbours": recorded.neighbours,
         "closed": _closed(lines),
-        "doubts": recorded.get("doubts", 0),
-        "skipped": recorded.get("skipped", 0),
+        "doubts": recorded.doubts,
+        "skipped": recorded.skipped,
         "folder": str(folder),
     }
     if why:
@@ -58,10 +56,3 @@ def _closed(lines: list[dict[str, Any]]) -> dict[str, int]:
     """In how many rounds the link to each neighbour was closed."""
     names = [name for line in lines for name in line["down"]]
     return {name: names.count(name) for name in sorted(set(names))}
-
-
-def read_node_rounds(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a node's log of rounds; one that a crash cut short is left out."""
-    path = folder / NODE_ROUNDS
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        yield json.loads(line)
