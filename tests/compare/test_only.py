@@ -63,7 +63,7 @@ def test_what_the_comparison_does_not_have_is_refused(planned: ComparisonPlan) -
     assert [str(fault) for fault in refused.value.faults] == [
         "--only algorithm: there is no method 'fedprx' (did you mean 'fedprox'?)",
         "--only alpha: is not an axis of the grid (known: algorithm, local.lr, partition.alpha)",
-        "--only local.lr: there is no 'slow' (known: 0.5, slow, but sure)",
+        "--only local.lr: there is no 'slow' (did you mean 'slow, but sure'?)",
     ]
 
 

@@ -160,11 +160,16 @@ def _bind(address: str) -> str:
 
 def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
     """The bundle of a node; ``trust``: the code in it may run."""
-    path, seat = folder / NODE_TOML, read_seat(folder)
+    path = folder / NODE_TOML
+    _refuse_folder_with_server(folder)
     contract = read_contract(folder, trust=trust, made_by="peers")
     refuse_for_peers(contract.config)
     members = read_members(folder, contract)
-    sections = (seat, read_section(path, Policy, "policy"), read_section(path, Patience, "rules"))
+    sections = (
+        read_section(path, Seat, "node"),
+        read_section(path, Policy, "policy"),
+        read_section(path, Patience, "rules"),
+    )
     if sections[0].name not in contract.nodes:
         raise ConfigError([Fault(f"{path}, node.name", f"'{sections[0].name}' is not in the contract")])
     return Bundle(folder, contract, members, *sections)
@@ -172,10 +177,14 @@ def read_bundle(folder: Path, *, trust: bool = False) -> Bundle:
 
 def read_seat(folder: Path) -> Seat:
     """Which node a folder is of."""
+    _refuse_folder_with_server(folder)
+    return read_section(folder / NODE_TOML, Seat, "node")
+
+
+def _refuse_folder_with_server(folder: Path) -> None:
     if (folder / "ca.crt").is_file():
         fix = f"fedloom deploy node {folder}"
         raise ConfigError([Fault(str(folder), "is the folder of a node in a federation with a server", fix)])
-    return read_section(folder / NODE_TOML, Seat, "node")
 
 
 def read_secret(bundle: Bundle) -> str:
